@@ -18,6 +18,8 @@ from draftsmith.errors import UserError, first_line
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from draftsmith.drafters.target.target import Target
+
 Found = TypeVar("Found")
 
 CONFIG = "config.json"
@@ -162,7 +164,24 @@ def write_weights(
     files.write_json(folder / CONFIG, dict(config))
 
 
-class PortableDraft(nn.Module):
+class NewDraft(nn.Module):
+    @classmethod
+    def create(
+        cls, options: Any, target: Target, *, seed: int, token_counts: torch.Tensor | None = None
+    ) -> Self:
+        """A draft whose weights depend on the seed alone, and no other random numbers on them."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls.new(options, target, token_counts)
+
+    @classmethod
+    def new(cls, options: Any, target: Target, token_counts: torch.Tensor | None) -> Self:
+        """`token_counts` is what a head over part of the vocabulary needs; the others are the
+        target's own."""
+        raise NotImplementedError
+
+
+class PortableDraft(NewDraft):
     """A draft that is saved as its `portable_config` and its tensors, under names that engines
     read."""
 

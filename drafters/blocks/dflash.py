@@ -109,25 +109,16 @@ class Dflash(BorrowsTables, HasRotary, DraftsBlocks):
         return draft.kind == cls.family if shared and draft.kind else is_named
 
     @classmethod
-    def create(
-        cls,
-        options: DflashOptions,
-        target: Target,
-        *,
-        seed: int,
-        token_counts: torch.Tensor | None = None,
+    def new(
+        cls, options: DflashOptions, target: Target, token_counts: torch.Tensor | None
     ) -> Dflash:
-        """`token_counts` is not needed: the head is the target's own."""
         shape = shape_of(target) | {"num_hidden_layers": options.num_layers}
         if options.intermediate_size is not None:
             shape["intermediate_size"] = options.intermediate_size
         taps = options.taps or default_taps(target.num_layers)
         check_draft_taps(taps, target.num_layers, f"{cls.family.replace('-', '_')}.taps")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            drafter = cls(
-                layer_config(Qwen3Config, shape), target, taps, cls.shape_from(options, target)
-            )
+        config = layer_config(Qwen3Config, shape)
+        drafter = cls(config, target, taps, cls.shape_from(options, target))
         # The head is frozen, so the last norm must fit it.
         drafter.norm.weight.data.copy_(fitted_norm(target))
         average_taps(drafter.fc)

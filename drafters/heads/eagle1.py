@@ -101,27 +101,19 @@ class Eagle1(FeatureHead):
         return draft.architecture in ARCHITECTURES or has_fused_input(draft)
 
     @classmethod
-    def create(
-        cls,
-        options: Eagle1Options,
-        target: Target,
-        *,
-        seed: int,
-        token_counts: torch.Tensor | None = None,
+    def new(
+        cls, options: Eagle1Options, target: Target, token_counts: torch.Tensor | None
     ) -> Eagle1:
-        """`token_counts` is not needed: the head is the target's own. The draft starts by repeating
-        the state it is given."""
+        """The draft starts by repeating the state it is given."""
         shape = shape_of(target)
         if options.intermediate_size is not None:
             shape["intermediate_size"] = options.intermediate_size
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            drafter = cls(
-                llama_config(shape),
-                target,
-                windows=new_windows(options.window, 1),
-                own_embeddings=not shares_embeddings(target),
-            )
+        drafter = cls(
+            llama_config(shape),
+            target,
+            windows=new_windows(options.window, 1),
+            own_embeddings=not shares_embeddings(target),
+        )
         drafter.begin_embeddings()
         size = drafter.config.hidden_size
         drafter.fc.weight.data[:, size:] += torch.eye(size, device=target.device)

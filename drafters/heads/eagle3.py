@@ -128,35 +128,27 @@ class Eagle3(FeatureHead):
         return draft.architecture in ARCHITECTURES
 
     @classmethod
-    def create(
-        cls,
-        options: Eagle3Options,
-        target: Target,
-        *,
-        seed: int,
-        token_counts: torch.Tensor | None = None,
+    def new(
+        cls, options: Eagle3Options, target: Target, token_counts: torch.Tensor | None
     ) -> Eagle3:
         config = llama_config(shape_of(target) | chosen_shape(options))
         taps = options.taps or default_taps(target.num_layers)
         check_draft_taps(taps, target.num_layers, f"{cls.family.replace('-', '_')}.taps")
         vocab_size = min(options.draft_vocab_size or target.vocab_size, target.vocab_size)
-        # The initial weights depend on the seed alone, and no other random numbers on them.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            norms = Norms(
-                norm_before_residual=options.norm_before_residual,
-                fc_norm=options.fc_norm,
-                norm_output=options.norm_output,
-            )
-            drafter = cls(
-                config,
-                target,
-                taps,
-                vocab_size,
-                norms=norms,
-                windows=new_windows(options.window, config.num_hidden_layers),
-                own_embeddings=not shares_embeddings(target),
-            )
+        norms = Norms(
+            norm_before_residual=options.norm_before_residual,
+            fc_norm=options.fc_norm,
+            norm_output=options.norm_output,
+        )
+        drafter = cls(
+            config,
+            target,
+            taps,
+            vocab_size,
+            norms=norms,
+            windows=new_windows(options.window, config.num_hidden_layers),
+            own_embeddings=not shares_embeddings(target),
+        )
         drafter.begin_embeddings()
         if drafter.d2t is not None:
             drafter.set_vocab(frequent_tokens(token_counts, vocab_size, target.eos_token_ids))

@@ -83,17 +83,17 @@ class LlamaMtp(MtpHead):
         self.to(target.device)
 
     @classmethod
-    def create(cls, options: MtpOptions, target: Target, *, seed: int) -> LlamaMtp:
+    def new(
+        cls, options: MtpOptions, target: Target, token_counts: torch.Tensor | None
+    ) -> LlamaMtp:
         shape = shape_of(target)
         tap = None
         if not is_stitched(target):
             shape, tap = shape | block_heads(shape), FINAL
         if options.intermediate_size is not None:
             shape["intermediate_size"] = options.intermediate_size
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            windows = new_windows(options.window, 1)
-            drafter = cls(llama_config(shape), target, tap=tap, windows=windows)
+        windows = new_windows(options.window, 1)
+        drafter = cls(llama_config(shape), target, tap=tap, windows=windows)
         # The head is frozen, so the module must fit it: outputs of the size of the
         # target's own final states. The layer stays random: begun as the target's last one it
         # learned more slowly (tau 1.40 against 1.62 after 60 steps).

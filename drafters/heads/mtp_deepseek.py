@@ -135,7 +135,9 @@ class AppendedMtp(MtpHead):
         self.layer.self_attn.layer_idx = 0  # of a pool of its own
 
     @classmethod
-    def create(cls, options: MtpOptions, target: Target, *, seed: int) -> AppendedMtp:
+    def new(
+        cls, options: MtpOptions, target: Target, token_counts: torch.Tensor | None
+    ) -> AppendedMtp:
         """A new module, for a target of one of the `LAYOUTS`."""
         kind = target.config.model_type
         if options.intermediate_size is not None:
@@ -143,11 +145,9 @@ class AppendedMtp(MtpHead):
                 f"option 'mtp.intermediate_size' is {options.intermediate_size}, but the module of "
                 f"a {kind!r} target has a block of the target's own shape; leave it out"
             )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            drafter = cls(target, LAYOUTS[kind]).to(target.device)
-            draw_stacked(drafter.layer)
-        # As in `LlamaMtp.create`; some classes store the gains less 1.
+        drafter = cls(target, LAYOUTS[kind]).to(target.device)
+        draw_stacked(drafter.layer)
+        # As in `LlamaMtp.new`; some classes store the gains less 1.
         if drafter.layout.last_norm:
             norm = drafter.norm
             less = gains(norm, target.hidden_size).to(norm.weight) - norm.weight

@@ -67,15 +67,10 @@ class Peagle(CallLoop, Eagle3):
         )
 
     @classmethod
-    def create(  # type: ignore[override]
-        cls,
-        options: PeagleOptions,
-        target: Target,
-        *,
-        seed: int,
-        token_counts: torch.Tensor | None = None,
+    def new(  # type: ignore[override]
+        cls, options: PeagleOptions, target: Target, token_counts: torch.Tensor | None
     ) -> Peagle:
-        drafter = super().create(options, target, seed=seed, token_counts=token_counts)
+        drafter = super().new(options, target, token_counts)
         drafter.mask_token = checked_mask_token(target, options.mask_token)
         # Taps as they are on average: of random ones the head makes worse than a uniform guess.
         drafter.mask_hidden.data.copy_(probed(target, drafter.taps).mean(dim=0, keepdim=True))

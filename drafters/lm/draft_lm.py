@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -41,6 +40,7 @@ from draftsmith.drafters.target.quantised import numbers_of, quantisation
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import (
+    NewDraft,
     ReadBytes,
     check_finite,
     read_config,
@@ -52,7 +52,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 
 
-class DraftLm(nn.Module, ForwardCapturable, ChainLoop):
+class DraftLm(NewDraft, ForwardCapturable, ChainLoop):
     """`model` has as many token ids as the target."""
 
     family = "draft-lm"
@@ -77,45 +77,37 @@ class DraftLm(nn.Module, ForwardCapturable, ChainLoop):
         return is_causal_lm(draft.config)
 
     @classmethod
-    def create(
-        cls,
-        options: DraftLmOptions,
-        target: Target,
-        *,
-        seed: int,
-        token_counts: torch.Tensor | None = None,
+    def new(
+        cls, options: DraftLmOptions, target: Target, token_counts: torch.Tensor | None
     ) -> DraftLm:
-        """`token_counts` is not needed: the vocabulary is the target's."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            started = options.init or options.target_layers
-            if started is not None and options.window is not None:
-                raise UserError(
-                    f"option 'draft_lm.window' is {options.window} for a draft that starts from "
-                    f"{started!r}, whose layers have their own; leave it out"
-                )
-            if options.init is None:
-                if options.lora is not None:
-                    raise UserError(
-                        "option 'draft_lm.lora' adapts an existing model; give draft_lm.init too"
-                    )
-                if options.target_layers is not None:
-                    pruned = pruned_target(target, options.target_layers)
-                    return cls(pruned, "pruned target", target.max_length)
-                return cls(new_model(options, target), "new draft")
-            if options.target_layers is not None:
-                raise UserError(
-                    "options 'draft_lm.init' and 'draft_lm.target_layers' both say where to "
-                    "start; give one of them"
-                )
-            trust = target.trust_remote_code
-            model = load_model(
-                options.init, trust_remote_code=trust, dtype=torch.float32, device=target.device
+        started = options.init or options.target_layers
+        if started is not None and options.window is not None:
+            raise UserError(
+                f"option 'draft_lm.window' is {options.window} for a draft that starts from "
+                f"{started!r}, whose layers have their own; leave it out"
             )
-            check_tokenizer(options.init, target)
-            match_vocabulary(model, target)
+        if options.init is None:
             if options.lora is not None:
-                add_adapters(model, options.lora)
+                raise UserError(
+                    "option 'draft_lm.lora' adapts an existing model; give draft_lm.init too"
+                )
+            if options.target_layers is not None:
+                pruned = pruned_target(target, options.target_layers)
+                return cls(pruned, "pruned target", target.max_length)
+            return cls(new_model(options, target), "new draft")
+        if options.target_layers is not None:
+            raise UserError(
+                "options 'draft_lm.init' and 'draft_lm.target_layers' both say where to "
+                "start; give one of them"
+            )
+        trust = target.trust_remote_code
+        model = load_model(
+            options.init, trust_remote_code=trust, dtype=torch.float32, device=target.device
+        )
+        check_tokenizer(options.init, target)
+        match_vocabulary(model, target)
+        if options.lora is not None:
+            add_adapters(model, options.lora)
         return cls(model, options.init, target.max_length)
 
     @property

@@ -93,19 +93,11 @@ class Medusa(StateHead):
         )
 
     @classmethod
-    def create(
-        cls,
-        options: MedusaOptions,
-        target: Target,
-        *,
-        seed: int,
-        token_counts: torch.Tensor | None = None,
+    def new(
+        cls, options: MedusaOptions, target: Target, token_counts: torch.Tensor | None
     ) -> Medusa:
-        """`token_counts` is not needed: the head is the target's own. Blocks of zeros draft what
-        the target itself says next."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            drafter = cls(target, num_heads=options.num_heads, num_layers=options.num_layers)
+        """Blocks of zeros draft what the target itself says next."""
+        drafter = cls(target, num_heads=options.num_heads, num_layers=options.num_layers)
         for name, parameter in drafter.named_parameters():
             # The first block of a head starts as the identity; further ones need noise to differ
             # from it at all.

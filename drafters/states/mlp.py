@@ -122,27 +122,17 @@ class Mlp(RecurrentHead):
         return draft.config.get("model_type") == "mlp_speculator"
 
     @classmethod
-    def create(
-        cls,
-        options: MlpOptions,
-        target: Target,
-        *,
-        seed: int,
-        token_counts: torch.Tensor | None = None,
-    ) -> Mlp:
-        """`token_counts` is not needed: the vocabulary is the target's."""
+    def new(cls, options: MlpOptions, target: Target, token_counts: torch.Tensor | None) -> Mlp:
         inner_size = options.inner_size or target.hidden_size
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            drafter = cls(
-                target,
-                inner_size=inner_size,
-                num_predict=options.num_predict,
-                scale_input=options.scale_input,
-            )
-            for module in drafter.modules():
-                if isinstance(module, nn.Linear | nn.Embedding):
-                    nn.init.normal_(module.weight, 0.0, inner_size**-0.5)
+        drafter = cls(
+            target,
+            inner_size=inner_size,
+            num_predict=options.num_predict,
+            scale_input=options.scale_input,
+        )
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, 0.0, inner_size**-0.5)
         return drafter
 
     def advance(self, state: torch.Tensor, tokens: torch.Tensor, depth: int) -> HeadStep:
