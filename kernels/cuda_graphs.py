@@ -30,7 +30,7 @@ class Capturer(Protocol):
 
 
 class GraphRoom(NamedTuple):
-    """What a drafter's graphs are made for."""
+    """Pool and sizes that a drafter's graphs are made for."""
 
     pool: PagedPool | None  # where it keeps keys and values
     max_batch: int

@@ -85,7 +85,7 @@ class CompiledRows:
 
 
 class FewRows(CompiledRows):
-    """Of one copy of a weight `[out, in]`; made by `few_rows`. `gated`: as `gated_rows` has it."""
+    """Products with one copy of a weight `[out, in]`; made by `few_rows`. `gated`: as `gated_rows` has it."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ def multiply_any(
     outputs: int,
     readings: int,
 ) -> None:
-    """Of rows of ones, to be timed."""
+    """Multiplies rows of ones, to be timed."""
     rows, out = torch.ones(count, width, dtype=dtype), torch.empty(count, outputs, dtype=dtype)
     sizes = (count, width, outputs, readings, torch.get_num_threads())
     multiply(rows.data_ptr(), weights, None, out.data_ptr(), *sizes)

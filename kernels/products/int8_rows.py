@@ -96,8 +96,8 @@ def opened(weight: Int8Weight, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Int8Rows(CompiledRows):
-    """Of several weights, all for states of `dtype` and of one width. Rows beyond a few may be
-    torch's."""
+    """Products with several weights, all for states of `dtype` and of one width. Rows beyond a few
+    may be torch's."""
 
     def __init__(
         self,
