@@ -49,7 +49,7 @@ from draftsmith.drafters.init_from_target import fitted_norm
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import FINAL, Target
-from draftsmith.drafters.weights import read_config, read_weights, write_weights
+from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.errors import UserError
 from draftsmith.kernels.products.fast_types import name_of
 
@@ -100,19 +100,16 @@ class LlamaMtp(MtpHead):
         drafter.norm.weight.data.copy_(fitted_norm(target))
         return drafter
 
-    def save(self, folder: Path) -> None:
-        values = {
+    def portable_config(self) -> dict[str, Any]:
+        return {
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
             **config_dict(self.config),
             **windows_config(self.windows),
-        }
-        values |= {
             "dtype": name_of(self.dtype),
             "tie_word_embeddings": False,
             **({READS_FINAL: True} if self.taps == (FINAL,) else {}),
         }
-        write_weights(Path(folder), values, self.state_dict())
 
     @classmethod
     def load(cls, folder: Path, target: Target, values: dict[str, Any]) -> LlamaMtp:
