@@ -28,7 +28,7 @@ from draftsmith.drafters.compiled.patterns import (
     call_directly,
     drop_no_operations,
     fixed,
-    gate_activation,
+    fuse_gates,
     join,
     merge_equal,
     norm_parts,
@@ -63,9 +63,11 @@ def rewrite_for_device(module: GraphModule) -> list[JoinedLinear]:
     graph = module.graph
     drop_no_operations(graph)
     merge_equal(graph)
-    for fuse in (fuse_norms, fuse_sums, fuse_rotations, fuse_gates):
+    for fuse in (fuse_norms, fuse_sums, fuse_rotations):
         fuse(graph)
         graph.eliminate_dead_code()
+    fuse_gates(graph, lambda *given: graph.call_function(gate, given))
+    graph.eliminate_dead_code()
     joined = join_linears(module)
     call_directly(graph)
     graph.eliminate_dead_code()
@@ -94,7 +96,7 @@ def _norm(root: Node) -> _Norm | None:
     parts = norm_parts(root)
     if parts is None or fixed(stand_in(root).shape[-1]) is None:
         return None
-    x, eps, _ = parts
+    x, eps = parts
     user = only_user(root)
     if x.target is not aten.to.dtype:
         weight, offset = _factor(user, root)
@@ -208,17 +210,6 @@ def _unnormalised(graph: Graph, heads: Node) -> Node:
     if heads.target is normalise:
         return heads.args[0]
     return graph.call_function(aten.transpose.int, (heads.args[0].args[0], 1, 2))
-
-
-def fuse_gates(graph: Graph) -> None:
-    """activation(x) * factor as one call."""
-    for root in list(graph.find_nodes(op="call_function", target=aten.mul.Tensor)):
-        for opened, factor in (root.args, root.args[::-1]):
-            if (activation := gate_activation(opened, factor)) is not None:
-                with graph.inserting_before(root):
-                    fused = graph.call_function(gate, (opened.args[0], factor, activation))
-                replace(graph, root, fused)
-                break
 
 
 def join_linears(module: GraphModule) -> list[JoinedLinear]:

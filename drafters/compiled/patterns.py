@@ -107,8 +107,8 @@ def same_type(node: Node) -> bool:
     return before.dtype == after.dtype and before.device == after.device
 
 
-def norm_parts(root: Node) -> tuple[Node, float, list[Node]] | None:
-    """(x, eps, the nodes between, last first)."""
+def norm_parts(root: Node) -> tuple[Node, float] | None:
+    """(x, eps)."""
     if root.target is not aten.mul.Tensor or not isinstance(root.args[1], Node):
         return None
     x, scale = root.args
@@ -125,7 +125,7 @@ def norm_parts(root: Node) -> tuple[Node, float, list[Node]] | None:
         and mean.args[1:] == ([-1], True)
         and power.args[1] == 2
     )
-    return (x, add.args[1], chain) if right and stand_in(x).dtype == torch.float32 else None
+    return (x, add.args[1]) if right and stand_in(x).dtype == torch.float32 else None
 
 
 def norm_weight(outer: Node, normed: Node) -> Node | None:
@@ -168,6 +168,20 @@ def gate_activation(opened: Any, factor: Any) -> str | None:
     )
     tanh = opened.kwargs.get("approximate", "none") == "tanh"
     return _ACTIVATIONS[opened.target] + "_tanh" * tanh if fits else None
+
+
+def fuse_gates(graph: Graph, gate: Callable[[Node, Node, str], Node | None]) -> None:
+    """activation(x) * factor as the call that `gate` makes of x, the factor and the name of the
+    activation, where it makes one."""
+    for root in list(graph.find_nodes(op="call_function", target=aten.mul.Tensor)):
+        for opened, factor in (root.args, root.args[::-1]):
+            if (activation := gate_activation(opened, factor)) is None:
+                continue
+            with graph.inserting_before(root):
+                fused = gate(opened.args[0], factor, activation)
+            if fused is not None:
+                replace(graph, root, fused)
+                break
 
 
 def cleared_at_zero(node: Node) -> Node | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from draftsmith.drafters.compiled.patterns import (
     call_directly,
     drop_no_operations,
     fixed,
-    gate_activation,
+    fuse_gates,
     join,
     join_gated,
     merge_equal,
@@ -48,7 +49,8 @@ def rewrite(module: GraphModule, *, copies: int) -> list[PackedLinear]:
     count_inputs(module.graph)
     fuse_norms(module)
     fuse_rotations(module)
-    fuse_gates(module.graph)
+    fuse_gates(module.graph, partial(_gate, module.graph))
+    module.graph.eliminate_dead_code()
     packed = pack_linears(module, copies) if copies else []
     join_int8(module)
     call_directly(module.graph)
@@ -89,8 +91,6 @@ def fuse_norms(module: GraphModule) -> None:
             else:
                 continue
         replace(graph, norm.last, fused)
-        for node in norm.inner:
-            graph.erase_node(node)
 
 
 class _Norm(NamedTuple):
@@ -98,18 +98,17 @@ class _Norm(NamedTuple):
     weight: Node | None
     eps: float
     last: Node  # what the norm gives
-    inner: list[Node]  # between the two, last first
 
 
-def _wide_norm(x: Node, eps: float, inner: list[Node], root: Node) -> _Norm:
+def _wide_norm(x: Node, eps: float, root: Node) -> _Norm:
     outer = only_user(root)
     weight = norm_weight(outer, root) if outer is not None else None
     if outer is None or weight is None:
-        return _Norm(x, None, eps, root, inner)
-    return _Norm(x, weight, eps, outer, [root, *inner])
+        return _Norm(x, None, eps, root)
+    return _Norm(x, weight, eps, outer)
 
 
-def _narrow_norm(x: Node, eps: float, inner: list[Node], root: Node) -> _Norm | None:
+def _narrow_norm(x: Node, eps: float, root: Node) -> _Norm | None:
     """A norm in float32 of a narrower x, narrowed again before the weight."""
     if x.target is not aten.to.dtype or _steps(x.args[0]) is None:
         return None
@@ -120,7 +119,7 @@ def _narrow_norm(x: Node, eps: float, inner: list[Node], root: Node) -> _Norm | 
     weight = norm_weight(outer, narrowed) if outer is not None else None
     if outer is None or weight is None or stand_in(narrowed).dtype != stand_in(x.args[0]).dtype:
         return None
-    return _Norm(x.args[0], weight, eps, outer, [narrowed, root, *inner])
+    return _Norm(x.args[0], weight, eps, outer)
 
 
 def _steps(node: Node) -> RowSteps | None:
@@ -173,18 +172,9 @@ def fuse_rotations(module: GraphModule) -> None:
         replace(graph, root, fused)
 
 
-def fuse_gates(graph: Graph) -> None:
-    """silu(x) * factor as one call."""
-    for root in list(graph.nodes):
-        if root.target is not aten.mul.Tensor or len(root.args) != 2:
-            continue
-        for opened, factor in (root.args, root.args[::-1]):
-            if gate_activation(opened, factor) == "silu" and (steps := _steps(opened)) is not None:
-                with graph.inserting_before(root):
-                    fused = graph.call_function(steps.gate, (opened.args[0], factor))
-                replace(graph, root, fused)
-                graph.erase_node(opened)
-                break
+def _gate(graph: Graph, x: Node, factor: Node, activation: str) -> Node | None:
+    steps = _steps(x) if activation == "silu" else None
+    return None if steps is None else graph.call_function(steps.gate, (x, factor))
 
 
 def _negated_first_half(module: GraphModule, sin: Node, half: int) -> Node:
