@@ -383,11 +383,11 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Any:
-    """The tiny Llama, loaded once a module."""
+def target(tiny_target: Callable[..., str], request: pytest.FixtureRequest) -> Any:
+    """The tiny Llama, loaded once a module, in the module's `DTYPE` if it has one."""
     from draftsmith.drafters.target.target import Target
 
-    return Target.load(tiny_target("llama"))
+    return Target.load(tiny_target("llama"), dtype=getattr(request.module, "DTYPE", "auto"))
 
 
 @pytest.fixture(scope="session")

@@ -19,14 +19,10 @@ from tests.first_rounds import first_round
 from tests.noise import noisy
 from tests.unrolled import unroll_batch
 
+DTYPE = torch.float64  # of the target
 K = 4
 ROWS = 64
 TEXT = [5, 9, 200, 31, 7]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

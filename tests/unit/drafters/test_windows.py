@@ -18,14 +18,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from tests.noise import noisy
 
+DTYPE = torch.float64  # of the target
 WINDOW, LENGTH, DEPTHS = 7, 250, 3  # several chunks of the unroll
 FAMILIES_OF_ONE_LAYER = ["eagle3", "p-eagle", "mtp", "eagle1", "draft-lm"]
 SMALL = {"p-eagle": {"num_hidden_layers": 1}, "draft-lm": {"num_layers": 1}}
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float64)
 
 
 def create(family: str, target: Target, window: int | None = WINDOW) -> Any:

@@ -22,6 +22,7 @@ from tests.noise import noisy
 from tests.published_drafts import MASK_TOKEN, TAPPED, block_states
 from tests.unrolled import assert_unrolls_as_drafted, unroll_batch
 
+DTYPE = torch.float64  # of the target
 SHAPED = {"taps": TAPPED, "mask_token": MASK_TOKEN}
 OPTIONS = {
     ("dflash", True): DflashOptions(block_size=5, **SHAPED),
@@ -30,11 +31,6 @@ OPTIONS = {
     ("dspark", False): DsparkOptions(block_size=4, markov_rank=6, causal=False, **SHAPED),
 }
 K = 4
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float64)
 
 
 @pytest.fixture(

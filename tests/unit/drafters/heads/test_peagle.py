@@ -21,13 +21,9 @@ from tests.first_rounds import first_round
 from tests.noise import noisy
 from tests.unrolled import unroll_batch
 
+DTYPE = torch.float64  # of the target
 K = 4
 MASK = 7
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,15 @@ from draftsmith.drafters.interface import Proposal, TrainedDrafter
 from draftsmith.drafters.target.target import Target
 from tests.draft_variants import EAGLE3, VARIANTS, eagle3
 from tests.first_rounds import first_round
-from tests.published_drafts import DTYPE, LAYOUTS, Layout, eagle3_reference
+from tests.published_drafts import LAYOUTS, Layout, eagle3_reference
 from tests.unrolled import unrolled_logits
 
 each_layout = pytest.mark.parametrize(
     "layout", [*LAYOUTS, *VARIANTS], ids=lambda layout: layout.name
 )
+DTYPE = torch.float64  # of the target
 K = 3
 TEXT = torch.randint(3, 288, (13,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"), dtype=DTYPE)
 
 
 def propose(drafter: TrainedDrafter, target: Target) -> Proposal:

@@ -27,15 +27,11 @@ from tests.first_rounds import first_round
 from tests.small_drafts import small_draft
 from tests.unrolled import unrolled_logits
 
+DTYPE = torch.float64  # of the target
 BLOCK = 4
 KINDS = ("eagle3 subset", "eagle1", "mtp")
 SIZES = (9, 21, 6)  # of the texts; their caches hold all but the last few positions
 STARTS = (0, 18, 4)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., str]) -> Target:
-    return Target.load(tiny_target("llama"), dtype=torch.float64)
 
 
 @pytest.fixture(scope="module", params=KINDS)
