@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.drafters.quirks.patches import patch, running
 from draftsmith.drafters.quirks.recurrent import StateLayers
@@ -98,7 +98,7 @@ class CausalLM:
         self._body_name = body_name(model)
         self.layers = decoder_layers(self.body, self.config.num_hidden_layers)
         self.num_layers = len(self.layers)
-        self.eos_token_ids = end_of_text_ids(model)
+        self.eos_token_ids = end_ids(model.generation_config, model.config)
         self._head = _head_alone(model, self._body_name)
         self._unused_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._captured: CapturedLm | None = None
@@ -289,14 +289,14 @@ def _joined(states: dict[int, torch.Tensor], taps: Sequence[int]) -> States:
     return States(states[FINAL], torch.cat([states[tap] for tap in taps], dim=-1) if taps else None)
 
 
-def end_of_text_ids(model: PreTrainedModel) -> tuple[int, ...]:
+def end_ids(
+    generation: GenerationConfig | None, config: PreTrainedConfig | None
+) -> tuple[int, ...]:
     """Chat models name all of theirs in the generation config, and only one in the config."""
-    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-    if ids is None:
-        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    ids = None if generation is None else generation.eos_token_id
+    if ids is None and config is not None:
+        ids = getattr(config.get_text_config(), "eos_token_id", None)
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 class _GivenStates(torch.nn.Module):

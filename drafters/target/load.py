@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from draftsmith.drafters.layouts.folder import register_mimo
 from draftsmith.drafters.layouts.gguf import model_folder
 from draftsmith.drafters.quirks.patches import implementation
 from draftsmith.drafters.target.attention import register
+from draftsmith.drafters.target.causal_lm import end_ids
 from draftsmith.drafters.target.offload import LayerFiles, device_map, keep_needed_hooks
 from draftsmith.drafters.target.probe import TOLERANCE
 from draftsmith.drafters.target.quantised import check_quantisation, quantisation
@@ -195,17 +197,12 @@ def load_end_ids(path: str | Path, *, trust_remote_code: bool) -> tuple[int, ...
     """Tokens at which the model's answers end, without its weights; none where no file names
     them."""
     path = model_folder(adapter_base(path) or path)
-    try:
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
-    except (OSError, ValueError):
-        ids = None
-    if ids is None:
-        try:
-            config = load_config(path, trust_remote_code=trust_remote_code)
-        except UserError:
-            return ()
-        ids = getattr(config.get_text_config(), "eos_token_id", None)
-    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+    with suppress(OSError, ValueError):
+        if found := end_ids(GenerationConfig.from_pretrained(path), None):
+            return found
+    with suppress(UserError):
+        return end_ids(None, load_config(path, trust_remote_code=trust_remote_code))
+    return ()
 
 
 def own_dtype(config: PreTrainedConfig) -> torch.dtype:

@@ -189,12 +189,7 @@ def _check_padding(lm: CausalLM, ids: torch.Tensor) -> None:
 def _paged_chunks(
     lm: CausalLM, layers: list[LayerShape], ids: torch.Tensor, positions: torch.Tensor
 ) -> list[torch.Tensor]:
-    place = {"device": lm.device, "dtype": lm.dtype}
-    pool = PagedPool(
-        [torch.zeros(NUM_TOKENS, shape.num_heads, shape.key_dim, **place) for shape in layers],
-        [torch.zeros(NUM_TOKENS, shape.num_heads, shape.value_dim, **place) for shape in layers],
-        block_size=NUM_TOKENS,
-    )
+    pool = PagedPool.of_layers(layers, 1, NUM_TOKENS, lm.device, lm.dtype)
     table = torch.zeros(1, 1, dtype=torch.int64, device=lm.device)
     states = NotedStates()
     chunks = []

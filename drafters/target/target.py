@@ -4,7 +4,7 @@ unchanged."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -216,6 +216,7 @@ class Target(CausalLM):
             return Ways(padded=False, use_cache=False)
         return ways_of(self.model, TOLERANCE[self.dtype])
 
+    @torch.no_grad()
     def answer(
         self,
         prompts: Sequence[Sequence[int]],
@@ -233,24 +234,43 @@ class Target(CausalLM):
         it reached one.
 
         `seeds` gives every prompt its own random stream (default: its index), so that an answer
-        does not depend on which others share its batch.
+        does not depend on which others share its batch. Where padding would change texts, prompts
+        of unlike length are answered singly.
         """
-        if prompts:
-            longest = max(len(prompt) for prompt in prompts)
-            self.check_length(
-                longest + max_new_tokens, "the longest prompt and its answer, in tokens,"
+        if not prompts:
+            return []
+        longest = max(len(prompt) for prompt in prompts)
+        self.check_length(longest + max_new_tokens, "the longest prompt and its answer, in tokens,")
+        if not self._ways.padded and len({len(prompt) for prompt in prompts}) > 1:
+            batch_size = 1
+        streams = torch.tensor(list(range(len(prompts)) if seeds is None else seeds))
+        end_ids = [] if ignore_eos else list(self.eos_token_ids)
+        filler = end_ids[0] if end_ids else 0  # is masked out; any id with an embedding will do
+        answers: list[list[int]] = []
+        for begin in range(0, len(prompts), batch_size):
+            part = slice(begin, begin + batch_size)
+            ids, padding, mask = _left_padded(prompts[part], filler, self.device)
+            size = len(ids)
+            rows = SamplingRows.of(
+                [temperature] * size,
+                top_k=[top_k] * size,
+                top_p=[top_p] * size,
+                min_p=[min_p] * size,
+                device=self.device,
             )
-        chunks = answer_chunks(
-            self.model,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            sampling=AnswerSampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
-            seeds=range(len(prompts)) if seeds is None else seeds,
-            eos_token_ids=() if ignore_eos else self.eos_token_ids,
-            batch_size=batch_size,
-            ways=self._ways,
-        )
-        return [tokens for chunk in chunks for tokens in chunk]
+            draw = SeededDraw(rows, streams[part].to(self.device), padding)
+            output = self.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                logits_processor=LogitsProcessorList([draw]),
+                eos_token_id=end_ids or None,
+                pad_token_id=filler,
+                use_cache=self._ways.use_cache,
+            )
+            answers += [trim(row, end_ids) for row in output[:, ids.shape[1] :].tolist()]
+        return answers
 
 
 class TargetParameter(NamedTuple):
@@ -287,16 +307,6 @@ def digest_of(parameters: Iterable[TargetParameter]) -> str:
     return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerSampling:
-    """One distribution for a whole call; the defaults are greedy and unfiltered."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
 class Ways(NamedTuple):
     """Ways of transformers' generation in which texts are those of the model's whole forward."""
 
@@ -313,80 +323,15 @@ class SeededDraw(LogitsProcessor):
     speculate on from the same stream.
     """
 
-    def __init__(self, sampling: AnswerSampling, seeds: torch.Tensor, padding: torch.Tensor):
-        self.seeds = seeds  # [B] int64
+    def __init__(self, rows: SamplingRows, seeds: torch.Tensor, padding: torch.Tensor):
+        self.rows, self.seeds = rows, seeds  # [B] int64
         # [B] int64, left padding of each row: positions are counted without it
         self.padding = padding
-        size = len(seeds)
-        self.rows = SamplingRows.of(
-            [sampling.temperature] * size,
-            top_k=[sampling.top_k] * size,
-            top_p=[sampling.top_p] * size,
-            min_p=[sampling.min_p] * size,
-            device=seeds.device,
-        )
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         positions = input_ids.shape[1] - self.padding
         tokens = draw(scores, self.rows, self.seeds, positions, Purpose.BONUS).tokens
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
-
-
-def answer_chunks(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: AnswerSampling,
-    seeds: Sequence[int],
-    eos_token_ids: Sequence[int],
-    batch_size: int,
-    ways: Ways,
-) -> Iterator[list[list[int]]]:
-    """The answers of `batch_size` prompts at a time, in order; each ends with its end-of-text token
-    if it reached one. Where `ways` are not `padded`, prompts of unlike
-    length are answered singly."""
-    if not ways.padded and len({len(prompt) for prompt in prompts}) > 1:
-        batch_size = 1
-    for begin in range(0, len(prompts), batch_size):
-        chunk = prompts[begin : begin + batch_size]
-        yield _answer(
-            model,
-            chunk,
-            max_new_tokens,
-            sampling,
-            seeds[begin : begin + batch_size],
-            list(eos_token_ids),
-            ways.use_cache,
-        )
-
-
-@torch.no_grad()
-def _answer(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: AnswerSampling,
-    seeds: Sequence[int],
-    eos_token_ids: list[int],
-    use_cache: bool,
-) -> list[list[int]]:
-    # Padding is masked out; any id with an embedding will do.
-    filler = eos_token_ids[0] if eos_token_ids else 0
-    ids, padding, mask = _left_padded(prompts, filler, model.device)
-    width = ids.shape[1]
-    draw = SeededDraw(sampling, torch.tensor(list(seeds), device=model.device), padding)
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        logits_processor=LogitsProcessorList([draw]),
-        eos_token_id=eos_token_ids or None,
-        pad_token_id=filler,
-        use_cache=use_cache,
-    )
-    return [trim(row, eos_token_ids) for row in output[:, width:].tolist()]
 
 
 def _left_padded(

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.drafters.target import attention, probe
 from draftsmith.drafters.target.attention import register
-from draftsmith.drafters.target.causal_lm import end_of_text_ids
+from draftsmith.drafters.target.causal_lm import end_ids
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
@@ -168,9 +168,9 @@ def test_a_text_behind_others_in_its_pass_is_scaled_as_if_alone(tmp_path):
 def test_a_configuration_that_names_no_end_of_text_has_none():
     text = SimpleNamespace()
     config = SimpleNamespace(get_text_config=lambda: text)
-    assert end_of_text_ids(SimpleNamespace(generation_config=None, config=config)) == ()
+    assert end_ids(None, config) == ()
     text.eos_token_id = 7
-    assert end_of_text_ids(SimpleNamespace(generation_config=None, config=config)) == (7,)
+    assert end_ids(None, config) == (7,)
 
 
 class Sways(torch.nn.Module):
