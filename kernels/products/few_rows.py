@@ -85,7 +85,8 @@ class CompiledRows:
 
 
 class FewRows(CompiledRows):
-    """Products with one copy of a weight `[out, in]`; made by `few_rows`. `gated`: as `gated_rows` has it."""
+    """Products with one copy of a weight `[out, in]`; made by `few_rows`. `gated`: as `gated_rows`
+    has it."""
 
     def __init__(
         self,
