@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from draftsmith.drafters.target.packed_pass import PackedPass
-from draftsmith.drafters.target.probe import TOLERANCE
+from draftsmith.drafters.target.probe import TOLERANCE, packed_logits
 from draftsmith.drafters.target.target import Target, revision_of
 from draftsmith.errors import UserError, first_line
 
@@ -33,8 +32,10 @@ class Adapters:
     def __init__(self, target: Target):
         self.target = target
         self.names: list[str] = []
-        self._adapted = AdaptedTokens()
         self._layers: dict[str, LayerDeltas] = {}
+        # Tokens of the present pass by adapter; of no adapter outside `of`.
+        self.tokens: Mapping[str, torch.Tensor] = {}
+        self.num_tokens = 0
 
     @classmethod
     def load(cls, target: Target, folders: Mapping[str, str]) -> Adapters:
@@ -60,7 +61,7 @@ class Adapters:
             raise _refusal(name, folder, "it changes weights of the target, which requests share")
         for layer, delta in deltas.items():
             if layer not in self._layers:
-                self._layers[layer] = LayerDeltas(self._adapted)
+                self._layers[layer] = LayerDeltas(self)
                 module = self.target.model.get_submodule(layer)
                 module.register_forward_hook(self._layers[layer])
             self._layers[layer].deltas[name] = delta
@@ -74,8 +75,12 @@ class Adapters:
         Args:
             tokens: [n] int64 indices by adapter, among the `num_tokens` of the pass.
         """
-        with self.target.own_forward(), self._adapted.of(tokens, num_tokens):
-            yield
+        self.tokens, self.num_tokens = tokens, num_tokens
+        try:
+            with self.target.own_forward():
+                yield
+        finally:
+            self.tokens = {}
 
     def _check(self, name: str, folder: str, ids: torch.Tensor, expected: torch.Tensor) -> None:
         """Compares a text of the adapter and one of the base in one pass with peft's forward, and
@@ -96,15 +101,10 @@ class Adapters:
                 raise _refusal(name, folder, "its text beside others is not what peft gives alone")
 
     def _packed(self, *texts: torch.Tensor) -> torch.Tensor:
-        """[1, T, V] logits of one pass over several texts."""
-        sizes = [text.shape[1] for text in texts]
-        positions = torch.cat([torch.arange(size) for size in sizes]).to(self.target.device)
-        numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
+        """[1, T, V] logits of one pass over several texts of one length."""
+        positions = torch.arange(NUM_TOKENS, device=self.target.device)
         with self.target.own_forward():
-            states = self.target.paged(
-                torch.cat(texts, dim=1), positions[None], PackedPass(torch.tensor([numbers]))
-            )
-            return self.target.head(states.final)
+            return packed_logits(self.target, *((text, positions) for text in texts))
 
 
 def _read(
@@ -186,38 +186,22 @@ class Delta(NamedTuple):
         return output.index_copy(-2, tokens, changed.to(output.dtype))
 
 
-class AdaptedTokens:
-    """Tokens of the present pass by adapter; of no adapter outside `of`."""
-
-    def __init__(self) -> None:
-        self.tokens: Mapping[str, torch.Tensor] = {}
-        self.num_tokens = 0
-
-    @contextmanager
-    def of(self, tokens: Mapping[str, torch.Tensor], num_tokens: int) -> Iterator[None]:
-        self.tokens, self.num_tokens = tokens, num_tokens
-        try:
-            yield
-        finally:
-            self.tokens = {}
-
-
 class LayerDeltas:
     """A forward hook of one linear layer that adds the changes of the pass's adapters."""
 
-    def __init__(self, adapted: AdaptedTokens):
-        self.adapted = adapted
+    def __init__(self, adapters: Adapters):
+        self.adapters = adapters
         self.deltas: dict[str, Delta] = {}
 
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> Any:
-        for name, tokens in self.adapted.tokens.items():
+        for name, tokens in self.adapters.tokens.items():
             delta = self.deltas.get(name)
             if delta is None:
                 continue
-            if inputs[0].shape[-2] != self.adapted.num_tokens:
+            if inputs[0].shape[-2] != self.adapters.num_tokens:
                 raise RuntimeError(
                     f"a {type(layer).__name__} reads {inputs[0].shape[-2]} of the "
-                    f"{self.adapted.num_tokens} tokens of a pass"
+                    f"{self.adapters.num_tokens} tokens of a pass"
                 )
             output = delta.added(inputs[0], output, tokens)
         return output

@@ -159,18 +159,20 @@ def _check_neighbours(lm: CausalLM, ids: torch.Tensor, positions: torch.Tensor) 
     """
     far = positions + max(lm.max_positions - NUM_TOKENS, 0)
     short, long = (ids[:, :SHORT_TOKENS], positions[:SHORT_TOKENS]), (ids.flip(1), far)
-    alone = [_packed(lm, short), _packed(lm, long)]
-    together = _packed(lm, short, long).split([SHORT_TOKENS, NUM_TOKENS], dim=1)
+    alone = [packed_logits(lm, short), packed_logits(lm, long)]
+    together = packed_logits(lm, short, long).split([SHORT_TOKENS, NUM_TOKENS], dim=1)
     reason = (
         "a text's logits depend on which others share its pass, so no batch gives what it gives "
         "alone"
     )
-    for actual, expected in zip((*together, _packed(lm, short)), (*alone, alone[0]), strict=True):
+    for actual, expected in zip(
+        (*together, packed_logits(lm, short)), (*alone, alone[0]), strict=True
+    ):
         _compare(lm, actual, expected, reason)
 
 
-def _packed(lm: CausalLM, *texts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """[1, T, V] logits of one pass over (ids [1, n], positions [n]) of several texts in a row."""
+def packed_logits(lm: CausalLM, *texts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """[1, T, V] of one pass over (ids [1, n], positions [n]) of several texts in a row."""
     ids = torch.cat([text for text, _ in texts], dim=1)
     positions = torch.cat([places for _, places in texts])[None]
     numbers = [number for number, (text, _) in enumerate(texts) for _ in range(text.shape[1])]
