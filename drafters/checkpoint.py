@@ -69,16 +69,19 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
+    foreign: bool = False,
 ) -> TrainedDrafter:
     """The draft in evaluation mode on the target's device, in `dtype` (default: the target's).
 
     `folder` may also be a Hub id, of which `revision` names a branch, tag or commit, and a draft
     made elsewhere without our record. Raises `UserError` for a draft that is missing, damaged, or
-    made for another vocabulary or tokenizer.
+    made for another vocabulary or tokenizer. `foreign`: any causal LM, whatever its tokenizer, as a
+    draft of the tokens that both have.
     """
     folder = locate(folder, revision=revision)
     with one_sentence(folder):
-        drafter = family_at(folder, target).load(folder, target)
+        family = foreign_at(folder, target) if foreign else family_at(folder, target)
+        drafter = family.load(folder, target)
     return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
 
 
@@ -99,31 +102,23 @@ def load_draft(pair: Pair, target: Target) -> TrainedDrafter | None:
     """The draft that was asked for, as it was asked for."""
     if pair.draft is None:
         return None
-    read = load_foreign if pair.heterogeneous_vocab else load
-    return read(
-        pair.draft, target, dtype=DTYPES.get(pair.draft_dtype), revision=pair.draft_revision
+    return load(
+        pair.draft,
+        target,
+        dtype=DTYPES.get(pair.draft_dtype),
+        revision=pair.draft_revision,
+        foreign=pair.heterogeneous_vocab,
     )
 
 
-def load_foreign(
-    folder: str | Path,
-    target: Target,
-    *,
-    dtype: torch.dtype | None = None,
-    revision: str | None = None,
-) -> ForeignLm:
-    """Any causal LM, whatever its tokenizer, as a draft of the tokens that both have."""
-    folder = locate(folder, revision=revision)
-    with one_sentence(folder):
-        family = family_of(DraftFolder(folder), target)
+def foreign_at(folder: Path, target: Target) -> Family:
+    family = family_of(DraftFolder(folder), target)
     if family != DraftLm.family:
         raise UserError(
             f"{str(folder)!r} is a draft of family {family!r}, which has no tokenizer of its own; "
             "leave heterogeneous_vocab out"
         )
-    with one_sentence(folder):
-        drafter = ForeignLm.load(folder, target)
-    return drafter.to(device=target.device, dtype=dtype or target.dtype).eval()
+    return ForeignLm
 
 
 @contextmanager

@@ -64,19 +64,15 @@ def grow(
     """Grow a tree for every prefilled row, of `shape` but with no more than the row's `num_draft`
     nodes. `greedy` marks the greedy rows of the batch."""
     if isinstance(shape, SampledShape):
-        by_distribution: dict[bool, DynamicTree | SampledTree] = {
-            True: shape.greedy,
-            False: shape.sampled,
-        }
         grown = [
             _grow_rows(
                 head,
                 inputs,
                 prefill,
-                by_distribution[distribution],
-                [one == distribution for one in greedy],
+                shape.greedy if kind else shape.sampled,
+                [one == kind for one in greedy],
             )
-            for distribution in sorted({*greedy})
+            for kind in sorted({*greedy})
         ]
         return grown[0] if len(grown) == 1 else merged(*grown)
     return _grow_rows(head, inputs, prefill, shape, [True] * len(greedy))

@@ -117,47 +117,27 @@ def merged(one: Proposal, other: Proposal) -> Proposal:
     """Trees of the same batch, where no row has a tree in both."""
     if one.tokens.shape[1] < other.tokens.shape[1]:
         one, other = other, one
-    width = one.tokens.shape[1]
-    mine, theirs = _parts(one, width), _parts(other, width)
-    logits, distributions = one.logits, theirs.q_rows
+    assert other.q_rows is not None and one.has_mass is not None and other.has_mass is not None
+    missing, pad = (0, one.tokens.shape[1] - other.tokens.shape[1]), torch.nn.functional.pad
+    logits, distributions = one.logits, other.q_rows
     if other.logits is not None:
         distributions = torch.where(
             distributions < 0, -1, distributions + (0 if logits is None else len(logits))
         )
         logits = other.logits if logits is None else torch.cat([logits, other.logits])
     chosen = (other.lengths > 0)[:, None]
+
+    def either(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> torch.Tensor:
+        assert mine is not None and theirs is not None
+        return torch.where(chosen, pad(theirs, missing, value=-1), mine)
+
     return Proposal(
-        tokens=torch.where(chosen, theirs.tokens, mine.tokens),
+        tokens=either(one.tokens, other.tokens),
         lengths=one.lengths + other.lengths,
         logits=logits,
-        parents=torch.where(chosen, theirs.parents, mine.parents),
-        q_rows=torch.where(chosen, distributions, mine.q_rows),
-        has_mass=mine.has_mass & theirs.has_mass,
-    )
-
-
-class _Parts(NamedTuple):
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    q_rows: torch.Tensor
-    has_mass: torch.Tensor
-
-
-def _parts(proposal: Proposal, width: int) -> _Parts:
-    """Parts of a proposal with a column per node, padded to `width` nodes."""
-    tokens, parents, distributions, has_mass = (
-        proposal.tokens,
-        proposal.parents,
-        proposal.q_rows,
-        proposal.has_mass,
-    )
-    assert parents is not None and distributions is not None and has_mass is not None
-    missing, pad = (0, width - tokens.shape[1]), torch.nn.functional.pad
-    return _Parts(
-        pad(tokens, missing, value=-1),
-        pad(parents, missing, value=-1),
-        pad(distributions, missing, value=-1),
-        pad(has_mass, missing, value=True),
+        parents=either(one.parents, other.parents),
+        q_rows=either(one.q_rows, distributions),
+        has_mass=one.has_mass & pad(other.has_mass, missing, value=True),
     )
 
 

@@ -168,7 +168,7 @@ def drafter_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Servin
         if family == "foreign":
             folder = tmp_path_factory.mktemp("foreign")
             write_foreign(folder, target.tokenizer())
-            return checkpoint.load_foreign(str(folder), target)
+            return checkpoint.load(str(folder), target, foreign=True)
         # The target's own weights: nearly every draft is kept, so round ends depend on the draws.
         options = {"init": target.name} if family == "itself" else {}
         return make_drafter("draft-lm" if options else family, target, **options)

@@ -38,7 +38,7 @@ def foreign(target, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def drafter(foreign, target) -> ForeignLm:
-    return checkpoint.load_foreign(foreign, target)
+    return checkpoint.load(foreign, target, foreign=True)
 
 
 def test_shared_tokens_have_one_text(foreign, target):
@@ -85,7 +85,7 @@ def test_the_distribution_is_the_models_own_over_the_shared_tokens(drafter, targ
 
 
 def test_a_captured_draft_still_maps_ids(foreign, target):
-    drafter = checkpoint.load_foreign(foreign, target)
+    drafter = checkpoint.load(foreign, target, foreign=True)
     drafter.capture_forward()
     test_the_distribution_is_the_models_own_over_the_shared_tokens(drafter, target)
 
@@ -136,7 +136,7 @@ def test_draft_options_that_mean_nothing_are_refused(options, words):
 def test_a_head_is_no_lm_with_another_tokenizer(target, tmp_path):
     checkpoint.save(Eagle3.create(Eagle3Options(), target, seed=0), tmp_path, target)
     with pytest.raises(UserError, match="is a draft of family 'eagle3'"):
-        checkpoint.load_foreign(tmp_path, target)
+        checkpoint.load(tmp_path, target, foreign=True)
 
 
 def test_a_revision_of_a_local_folder_is_refused(foreign, target):

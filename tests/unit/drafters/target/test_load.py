@@ -84,16 +84,16 @@ def test_a_target_of_own_code_and_drafts_for_it(tiny_target, own_code):
         draft = DraftLm.create(options, target, seed=0)
         assert type(draft.model).__name__ == "OwnForCausalLM"
     assert isinstance(checkpoint.load(folder, target), DraftLm)
-    assert isinstance(checkpoint.load_foreign(folder, target), ForeignLm)
+    assert isinstance(checkpoint.load(folder, target, foreign=True), ForeignLm)
     with pytest.raises(UserError, match="trust-remote-code"):
         DraftLm.create(DraftLmOptions(init=str(folder)), plain, seed=0)
 
 
-@pytest.mark.parametrize("load", [checkpoint.load, checkpoint.load_foreign])
-def test_a_draft_of_own_code_needs_leave(load, tiny_target, own_code):
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_draft_of_own_code_needs_leave(foreign, tiny_target, own_code):
     folder = own_code.make()
     with pytest.raises(UserError, match="trust-remote-code") as caught:
-        load(folder, Target.load(tiny_target("llama")))
+        checkpoint.load(folder, Target.load(tiny_target("llama")), foreign=foreign)
     assert str(folder) in str(caught.value)
     assert not own_code.has_run and not own_code.was_asked
 
