@@ -71,7 +71,7 @@ class BorrowsTables(PortableDraft):
     def head_weight(self) -> torch.Tensor:
         if self.lm_head is not None:
             return self.lm_head.weight
-        return output_table(self._target).to(self.dtype)
+        return self._target.output_weight.to(self.dtype)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., H]."""
@@ -107,11 +107,6 @@ def shares_embeddings(target: Target) -> bool:
     return type(target.model.get_input_embeddings()) is torch.nn.Embedding
 
 
-def output_table(target: Target) -> torch.Tensor:
-    """[V, H], what the target's head multiplies its final states by."""
-    return target.output_weight
-
-
 @torch.no_grad()
 def fitted_norm(target: Target) -> torch.Tensor:
     """[H], the gains of an RMS norm that comes nearest to the target's last norm, by least squares
@@ -130,7 +125,7 @@ def probed(target: Target, taps: tuple[int, ...]) -> torch.Tensor:
     """[T, n * H], the taps of a few random texts."""
     length = min(PROBE_LENGTH, target.max_positions)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(len(output_table(target)), (PROBE_ROWS, length), generator=generator).to(
+    ids = torch.randint(len(target.output_weight), (PROBE_ROWS, length), generator=generator).to(
         target.device
     )
     return target.states(ids, torch.ones_like(ids), taps)[0].flatten(0, 1)

@@ -46,7 +46,6 @@ from draftsmith.drafters.init_from_target import (
     average_taps,
     checked_mask_token,
     fitted_norm,
-    output_table,
 )
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.layouts.folder import DraftFolder
@@ -230,7 +229,7 @@ class Dflash(BorrowsTables, HasRotary, DraftsBlocks):
         )
 
     def read_bytes(self) -> ReadBytes:
-        shared = [output_table(self._target)] if self.lm_head is None else []
+        shared = [self._target.output_weight] if self.lm_head is None else []
         return ReadBytes(proposal=weight_bytes([self], *shared), token=0)
 
     def portable_config(self) -> dict[str, Any]:

@@ -51,7 +51,6 @@ from draftsmith.drafters.init_from_target import (
     check_map,
     fitted_norm,
     frequent_tokens,
-    output_table,
     shares_embeddings,
 )
 from draftsmith.drafters.layouts.folder import DraftFolder, flattened, renamed
@@ -260,7 +259,7 @@ def start_from_target(drafter: Eagle3, target: Target) -> None:
     target's last layer over an early state, in the space of the target's head. After 60
     steps on the quickstart's target this gave tau 1.44, with a layer of random weights 1.33, with a
     random head too 1.21."""
-    rows = output_table(target)
+    rows = target.output_weight
     ids = drafter.vocab_map
     drafter.lm_head.weight.copy_(rows if ids is None else rows[ids])
     drafter.norm.weight.copy_(fitted_norm(target))

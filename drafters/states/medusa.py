@@ -19,7 +19,6 @@ from torch import nn
 
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.draft_shape import check_fits
-from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MedusaOptions
@@ -120,7 +119,7 @@ class Medusa(StateHead):
     def head_weight(self) -> torch.Tensor:
         if self.has_own_heads:
             return self.tables[0].weight
-        return output_table(self._target).to(self.dtype)
+        return self._target.output_weight.to(self.dtype)
 
     @torch.no_grad()
     def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
@@ -223,7 +222,7 @@ def own_name(name: str) -> str:
 def shared_table(table: torch.Tensor, target: Target, num_heads: int) -> dict[str, torch.Tensor]:
     """A table for all heads: nothing to keep when it is the target's, one of each head's own
     otherwise."""
-    own = output_table(target).to(table)
+    own = target.output_weight.to(table)
     if table.shape == own.shape and torch.allclose(table.to(own.device), own, rtol=1e-2, atol=1e-4):
         return {}
     return {f"tables.{head}.weight": table for head in range(num_heads)}

@@ -11,7 +11,6 @@ from draftsmith.drafters.init_from_target import (
     fitted_norm,
     frequent_tokens,
     gains,
-    output_table,
     spread,
 )
 from draftsmith.drafters.options import DflashOptions, Eagle3Options
@@ -41,7 +40,7 @@ def test_fitted_norm_is_the_targets_own(tiny_target, arch):
         last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + 1e-6) * fitted_norm(target).float()
     )
     torch.testing.assert_close(
-        normed @ output_table(target).T, target.head(hidden), atol=1e-4, rtol=1e-4
+        normed @ target.output_weight.T, target.head(hidden), atol=1e-4, rtol=1e-4
     )
 
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.blocks.dflash import Dflash
-from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.options import DflashOptions, DsparkOptions
 from draftsmith.drafters.registry import FAMILIES
@@ -55,7 +54,7 @@ def test_drafts_follow_the_published_formula(drafter, target):
     sees = (lambda layer, slots, keys: keys <= slots) if drafter.shape.causal else None
     skipped, weights = 0 if drafter.family == "dspark" else 1, drafter.state_dict()
     states = block_states(weights, target, text, K + skipped, sees=sees)
-    expected = states[skipped:] @ output_table(target).T
+    expected = states[skipped:] @ target.output_weight.T
     if drafter.family == "dspark":
         markov = drafter.markov_head
         previous = torch.tensor([text[-1], *drafted[:-1]])

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.init_from_target import output_table
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
@@ -82,7 +81,7 @@ def test_read_after_write_is_the_identity(family, engine, make, target):
     state, again = own.state_dict(), read.state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
     # SGLang's EAGLE-1 has a bias, and each head of the original Medusa a copy of the table.
-    table = output_table(target)
+    table = target.output_weight
     more = [again[name] for name in again.keys() - state.keys()]
     assert all(torch.equal(one, table) if one.ndim == 2 else not one.any() for one in more)
     if hasattr(own, "portable_config") and again.keys() == state.keys():
@@ -116,7 +115,7 @@ def test_eagle1_of_a_target_with_scaled_embeddings_brings_its_own(make, tiny_tar
 
 def test_medusa_carries_the_targets_table(make, target, tiny_target):
     draft = make("medusa")
-    table = output_table(target).detach()
+    table = target.output_weight.detach()
     assert torch.equal(
         load_file(export(draft, "vllm") / "model.safetensors")["lm_head.weight"], table
     )
@@ -128,7 +127,7 @@ def test_medusa_carries_the_targets_table(make, target, tiny_target):
     again = make("medusa", tied)
     assert torch.equal(
         load_file(export(again, "vllm") / "model.safetensors")["lm_head.weight"],
-        output_table(tied).detach(),
+        tied.output_weight.detach(),
     )
 
 
