@@ -142,15 +142,14 @@ class DraftsBlocks(CallLoop):
         ids = torch.full_like(positions, self.shape.mask_token).index_copy_(0, begins, tokens)
         layout = PassLayout(
             inputs.block_tables[rows],
+            positions,
             counts,
             TreeLayout(kv_indices=positions, ancestors=(1 << size) - 1, first=first),
         )
-        states = self._read_slots(inputs.own_pool, ids, positions, layout)
+        states = self._read_slots(inputs.own_pool, ids, layout)
         return Block(states, begins, newest, tokens)
 
-    def _read_slots(
-        self, pool: PagedPool, ids: torch.Tensor, positions: torch.Tensor, layout: PassLayout
-    ) -> torch.Tensor:
+    def _read_slots(self, pool: PagedPool, ids: torch.Tensor, layout: PassLayout) -> torch.Tensor:
         """Slots [T] of blocks -> normed states [T, H]. A causal block is a chain; in another every
         slot sees all of its block, as the tree of `layout` says."""
         context = LayerPasses(
@@ -158,12 +157,12 @@ class DraftsBlocks(CallLoop):
             lambda causal: PagedPass(
                 pool,
                 layout.block_tables,
-                positions,
+                layout.positions,
                 layout.lengths,
                 tree=None if causal else layout.tree,
             ),
         )
-        return self.body(ids[None], positions[None], context)[0]
+        return self.body(ids[None], layout.positions[None], context)[0]
 
     def draft_padded(
         self, padded: PaddedRound, shape: RoundShape, pool: PagedPool | None
@@ -203,8 +202,8 @@ class DraftsBlocks(CallLoop):
             for one in ((1 << sizes.clamp(min=1)) - 1, newest)
         )
         tree = TreeLayout(kv_indices=positions, ancestors=seen, first=first)
-        layout = PassLayout(tables, torch.full_like(sizes, width), tree)
-        return self._read_slots(pool, ids, positions, layout).unflatten(0, (-1, width))
+        layout = PassLayout(tables, positions, torch.full_like(sizes, width), tree)
+        return self._read_slots(pool, ids, layout).unflatten(0, (-1, width))
 
 
 def context_columns(inputs: DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,24 +49,21 @@ class PagedPass:
         impl: str = "auto",
     ):
         self.pool, self.positions = pool, positions
-        self.layout = PassLayout(block_tables, lengths, tree)
-        self._kv_indices = positions if tree is None else tree.kv_indices
-        self.context = attention_context(
-            pool.keys[0], pool.block_size, block_tables, positions, lengths, tree, impl=impl
-        )
+        self.layout = PassLayout(block_tables, positions, lengths, tree)
+        self.context = attention_context(pool.keys[0], pool.block_size, self.layout, impl=impl)
         if not isinstance(self.context, CompiledContext):
             _ = self.slots  # within the pass, where a graph may capture it
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """[T] int64, where the pass's keys and values are written."""
-        tables, lengths, _ = self.layout
+        lengths, kv_indices = self.layout.lengths, self.layout.kv_indices
         rows = (
             0
             if len(lengths) == 1
-            else torch.repeat_interleave(lengths, output_size=len(self._kv_indices))
+            else torch.repeat_interleave(lengths, output_size=len(kv_indices))
         )
-        return self.pool.slots_of(tables, rows, self._kv_indices)
+        return self.pool.slots_of(self.layout.block_tables, rows, kv_indices)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring
@@ -84,14 +81,7 @@ class PagedPass:
 
 @operation
 def attention_context(
-    keys: torch.Tensor,
-    block_size: int,
-    block_tables: torch.Tensor,
-    positions: torch.Tensor,
-    lengths: torch.Tensor,
-    tree: TreeLayout | None,
-    *,
-    impl: str = "auto",
+    keys: torch.Tensor, block_size: int, layout: PassLayout, *, impl: str = "auto"
 ) -> GatheredContext | TritonContext:
-    """Context of a pass over a pool with such `keys`; the other arguments as `PagedPass`."""
-    return GatheredContext(block_size, block_tables, positions, lengths, tree)
+    """Context of a pass over a pool with such `keys`."""
+    return GatheredContext(block_size, layout)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from draftsmith.kernels.attention.paged_torch import GatheredContext
-from draftsmith.kernels.attention.pool import Chunk, Scoring, TreeLayout, size_of
+from draftsmith.kernels.attention.pool import Chunk, PassLayout, Scoring, size_of
 from draftsmith.kernels.call_list import RowAddresses
 from draftsmith.kernels.host_compiler import function_of
 
@@ -42,25 +42,16 @@ class CompiledContext(GatheredContext):
     """As `GatheredContext`, whose results it shares up to rounding. A row's result does not depend
     on the other rows."""
 
-    def __init__(
-        self,
-        block_size: int,
-        block_tables: torch.Tensor,
-        positions: torch.Tensor,
-        lengths: torch.Tensor,
-        tree: TreeLayout | None,
-    ):
-        super().__init__(block_size, block_tables, positions, lengths, tree)
+    def __init__(self, block_size: int, layout: PassLayout):
+        super().__init__(block_size, layout)
         # Of a pass's own tensors nothing is copied.
-        self._tables = block_tables.long().contiguous()
-        self._ends = positions.long().contiguous()
-        self._lengths = lengths.long().contiguous()
+        self._tables, self._ends, self._lengths = (one.long().contiguous() for one in layout[:3])
         begins = (0, *itertools.accumulate(self._row_lengths))
         self._begins = repeated_numbers(begins, self._lengths.device)
         self._longest_row = max(self._row_lengths, default=0)
         # Valid as long as this object; None where a row is a tree.
         self.row_addresses: RowAddresses | None = None
-        if tree is None:
+        if layout.tree is None:
             self.row_addresses = RowAddresses(
                 self._tables.data_ptr(),
                 self._ends.data_ptr(),
@@ -146,17 +137,10 @@ class CompiledContext(GatheredContext):
 
 
 def compiled_context(
-    keys: torch.Tensor,
-    block_size: int,
-    block_tables: torch.Tensor,
-    positions: torch.Tensor,
-    lengths: torch.Tensor,
-    tree: TreeLayout | None,
+    keys: torch.Tensor, block_size: int, layout: PassLayout
 ) -> CompiledContext | None:
     """As `paged.attention_context`; None where there is no kernel for the type of `keys`."""
-    if kernel(keys.dtype) is None:
-        return None
-    return CompiledContext(block_size, block_tables, positions, lengths, tree)
+    return None if kernel(keys.dtype) is None else CompiledContext(block_size, layout)
 
 
 def _of_stride_one(states: torch.Tensor) -> torch.Tensor:

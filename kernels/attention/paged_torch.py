@@ -11,17 +11,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftsmith.kernels.attention.pool import Scoring, Window, oldest_seen
+from draftsmith.kernels.attention.pool import PassLayout, Scoring, Window, oldest_seen
 from draftsmith.kernels.dispatch import reads_freely
-
-if TYPE_CHECKING:
-    from draftsmith.kernels.attention.pool import TreeLayout
-
 
 NUM_BITS = 63  # of a tree's `ancestors`; the sign is not one of them
 # Rows of equal length with at most this much context are attended together, padded to the longest.
@@ -124,23 +120,11 @@ class _Part:
 
 class GatheredContext:
     """Keys and masks of the tokens of one pass, worked out once per window and shared by its
-    layers. Args as `PagedPass`."""
+    layers."""
 
-    def __init__(
-        self,
-        block_size: int,
-        block_tables: torch.Tensor,
-        positions: torch.Tensor,
-        lengths: torch.Tensor,
-        tree: TreeLayout | None,
-    ):
-        self.block_size, self.block_tables, self.positions, self.tree = (
-            block_size,
-            block_tables,
-            positions,
-            tree,
-        )
-        self.kv_indices = positions if tree is None else tree.kv_indices
+    def __init__(self, block_size: int, layout: PassLayout):
+        self.block_size, self.kv_indices = block_size, layout.kv_indices
+        self.block_tables, self.positions, lengths, self.tree = layout
         self._row_lengths: list[int] = lengths.tolist()
         # Masks of pieces of long rows are made again in each layer rather than kept together.
         self._keeps = max(self._row_lengths, default=0) < _MOST_QUERIES

@@ -34,7 +34,7 @@ from draftsmith.kernels.attention.tiles import (
 from draftsmith.kernels.dispatch import on_its_device
 
 if TYPE_CHECKING:
-    from draftsmith.kernels.attention.pool import TreeLayout
+    from draftsmith.kernels.attention.pool import PassLayout, TreeLayout
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MINUS_INF = tl.constexpr(float("-inf"))
@@ -314,14 +314,8 @@ class TritonContext:
     num_splits: int | None = None  # None: enough to fill the device
 
     @classmethod
-    def of(
-        cls,
-        block_size: int,
-        block_tables: torch.Tensor,
-        positions: torch.Tensor,
-        lengths: torch.Tensor,
-        tree: TreeLayout | None,
-    ) -> TritonContext:
+    def of(cls, block_size: int, layout: PassLayout) -> TritonContext:
+        block_tables, positions, lengths, tree = layout
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         # The kernel steps by one number, and a number that was expanded over a row has no step.
         if tree is not None:
@@ -421,16 +415,9 @@ class TritonContext:
         return out
 
 
-def triton_context(
-    keys: torch.Tensor,
-    block_size: int,
-    block_tables: torch.Tensor,
-    positions: torch.Tensor,
-    lengths: torch.Tensor,
-    tree: TreeLayout | None,
-) -> TritonContext:
+def triton_context(keys: torch.Tensor, block_size: int, layout: PassLayout) -> TritonContext:
     """As `paged.attention_context`."""
-    return TritonContext.of(block_size, block_tables, positions, lengths, tree)
+    return TritonContext.of(block_size, layout)
 
 
 def _num_splits(num_programs: int, max_context: int, num_multiprocessors: int) -> int:

@@ -99,8 +99,13 @@ class PassLayout(NamedTuple):
     """Tokens of a pass and the blocks of their rows; see `PagedPass`."""
 
     block_tables: torch.Tensor
+    positions: torch.Tensor
     lengths: torch.Tensor
-    tree: TreeLayout | None
+    tree: TreeLayout | None = None
+
+    @property
+    def kv_indices(self) -> torch.Tensor:
+        return self.positions if self.tree is None else self.tree.kv_indices
 
 
 Position = TypeVar("Position", int, torch.Tensor)

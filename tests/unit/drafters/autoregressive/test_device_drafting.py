@@ -27,7 +27,7 @@ from draftsmith.drafters.tree_shape import (
 )
 from draftsmith.kernels.attention import paged as paged_attention
 from draftsmith.kernels.attention.paged_torch import reference_attention
-from draftsmith.kernels.attention.pool import PagedPool, Scoring, TreeLayout
+from draftsmith.kernels.attention.pool import PagedPool, PassLayout, Scoring
 from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer, GraphRoom
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.sampling.filters import SamplingRows
@@ -54,14 +54,8 @@ class BlindContext:
     """Paged attention by one gather of all places that a row's table has: every size comes from
     shapes."""
 
-    def __init__(
-        self,
-        block_size: int,
-        tables: torch.Tensor,
-        positions: torch.Tensor,
-        lengths: torch.Tensor,
-        tree: TreeLayout | None,
-    ):
+    def __init__(self, block_size: int, layout: PassLayout):
+        tables, positions, lengths, tree = layout
         rows = torch.repeat_interleave(lengths, output_size=len(positions))
         inner, places = (
             torch.arange(size, device=tables.device)

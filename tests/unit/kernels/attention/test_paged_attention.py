@@ -118,7 +118,7 @@ def attended(made: PagedPass, query: torch.Tensor) -> torch.Tensor:
 def test_rows_of_no_tokens_at_the_end_change_nothing(impl: str, num_empty: int) -> None:
     """A CUDA graph has more rows than most rounds."""
     made, query = pass_of([9, 30, 3, 3], torch.float32, impl)
-    tables, lengths, _ = made.layout
+    tables, _, lengths, _ = made.layout
     padded = PagedPass(
         made.pool,
         torch.cat([tables, tables.new_zeros(num_empty, tables.shape[1])]),
