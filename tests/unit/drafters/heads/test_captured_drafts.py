@@ -63,7 +63,7 @@ def test_drafts_from_a_captured_forward_are_the_same(drafter, target):
     for lengths, num_draft in (([7, 2, 12], [K, K, K]), ([9], [K]), ([3, 8, 5], [1, K, 0])):
         found = draft(drafter, target, lengths, num_draft)
         assert_same(found, draft(own_forward(drafter), target, lengths, num_draft))
-    noisy(drafter, 9)
+    noisy(drafter, 9, 0.05)
     after = draft(drafter, target, [7, 2, 12], [K] * ROWS)
     assert not torch.allclose(after.logits, before.logits, atol=0.1)
     assert_same(after, draft(own_forward(drafter), target, [7, 2, 12], [K] * ROWS))
