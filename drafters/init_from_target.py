@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,13 +15,52 @@ from draftsmith.drafters.target.quantised import numbers_of
 from draftsmith.drafters.target.sharded import gathered
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import PortableDraft
+from draftsmith.drafters.weights import load_into, write_weights
 from draftsmith.errors import UserError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PROBE_ROWS, PROBE_LENGTH = 4, 64
 
 
 MASK = "mask_embedding"
+
+
+class NewDraft(nn.Module):
+    @classmethod
+    def create(
+        cls, options: Any, target: Target, *, seed: int, token_counts: torch.Tensor | None = None
+    ) -> Self:
+        """A draft whose weights depend on the seed alone, and no other random numbers on them."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls.new(options, target, token_counts)
+
+    @classmethod
+    def new(cls, options: Any, target: Target, token_counts: torch.Tensor | None) -> Self:
+        """`token_counts` is what a head over part of the vocabulary needs; the others are the
+        target's own."""
+        raise NotImplementedError
+
+
+class PortableDraft(NewDraft):
+    """A draft that is saved as its `portable_config` and its tensors, under names that engines
+    read."""
+
+    def portable_tensors(self) -> dict[str, torch.Tensor]:
+        return self.state_dict()
+
+    def save(self, folder: Path) -> None:
+        write_weights(Path(folder), self.portable_config(), self.portable_tensors())
+
+    def filled(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> Self:
+        """The draft with the weights of a folder, in the type of its first matrix there."""
+        own = self.named_parameters()
+        first = next(name for name, weight in own if weight.ndim > 1 and "." in name)
+        self.to(tensors[first].dtype if first in tensors else torch.float32)
+        load_into(self, tensors, str(folder))
+        return self
 
 
 class OwnTables(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,11 +14,6 @@ from torch import nn
 
 from draftsmith import files
 from draftsmith.errors import UserError, first_line
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from draftsmith.drafters.target.target import Target
 
 Found = TypeVar("Found")
 
@@ -162,42 +157,6 @@ def write_weights(
     with files.atomic_path(folder / WEIGHTS) as temporary:
         save_file(detached, temporary, metadata={"format": "pt"})
     files.write_json(folder / CONFIG, dict(config))
-
-
-class NewDraft(nn.Module):
-    @classmethod
-    def create(
-        cls, options: Any, target: Target, *, seed: int, token_counts: torch.Tensor | None = None
-    ) -> Self:
-        """A draft whose weights depend on the seed alone, and no other random numbers on them."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return cls.new(options, target, token_counts)
-
-    @classmethod
-    def new(cls, options: Any, target: Target, token_counts: torch.Tensor | None) -> Self:
-        """`token_counts` is what a head over part of the vocabulary needs; the others are the
-        target's own."""
-        raise NotImplementedError
-
-
-class PortableDraft(NewDraft):
-    """A draft that is saved as its `portable_config` and its tensors, under names that engines
-    read."""
-
-    def portable_tensors(self) -> dict[str, torch.Tensor]:
-        return self.state_dict()
-
-    def save(self, folder: Path) -> None:
-        write_weights(Path(folder), self.portable_config(), self.portable_tensors())
-
-    def filled(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> Self:
-        """The draft with the weights of a folder, in the type of its first matrix there."""
-        own = self.named_parameters()
-        first = next(name for name, weight in own if weight.ndim > 1 and "." in name)
-        self.to(tensors[first].dtype if first in tensors else torch.float32)
-        load_into(self, tensors, str(folder))
-        return self
 
 
 class ReadBytes(NamedTuple):

@@ -23,6 +23,7 @@ from draftsmith.drafters.autoregressive.chain import ChainLoop
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.draft_shape import check_heads, new_windows, windows_config
+from draftsmith.drafters.init_from_target import NewDraft
 from draftsmith.drafters.interface import (
     ForwardCapturable,
     UnrollBatch,
@@ -40,7 +41,6 @@ from draftsmith.drafters.target.quantised import numbers_of, quantisation
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import (
-    NewDraft,
     ReadBytes,
     check_finite,
     read_config,
