@@ -22,19 +22,7 @@ from draftsmith.drafters.config import (
     TRUST_HELP,
     Pair,
 )
-from draftsmith.drafters.options import (
-    OPTIONS,
-    DflashOptions,
-    DrafterOptions,
-    DraftLmOptions,
-    DsparkOptions,
-    Eagle1Options,
-    Eagle3Options,
-    MedusaOptions,
-    MlpOptions,
-    MtpOptions,
-    PeagleOptions,
-)
+from draftsmith.drafters.options import OPTIONS, DraftOptions
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
 
@@ -123,17 +111,6 @@ class OnPolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    # Shape of a new draft, family by family.
-    eagle3: Eagle3Options | None = option(None, "shape of the draft in this family")
-    p_eagle: PeagleOptions | None = option(None, "shape of the draft in this family")
-    mtp: MtpOptions | None = option(None, "shape of the draft in this family")
-    draft_lm: DraftLmOptions | None = option(None, "shape of the draft in this family")
-    eagle1: Eagle1Options | None = option(None, "shape of the draft in this family")
-    medusa: MedusaOptions | None = option(None, "shape of the draft in this family")
-    mlp: MlpOptions | None = option(None, "shape of the draft in this family")
-    dflash: DflashOptions | None = option(None, "shape of the draft in this family")
-    dspark: DsparkOptions | None = option(None, "shape of the draft in this family")
-
     family: str = option(help="what to train", choices=FAMILIES, positional=True)
     target: str = option(help="the target: a folder, Hub id or GGUF file of a causal LM")
     data: tuple[str, ...] = option(
@@ -258,6 +235,9 @@ class TrainConfig:
     )
     trust_remote_code: bool = option(False, TRUST_HELP)
 
+    draft: DraftOptions | None = option(
+        None, "a new draft of the family: its layers, taps and tables"
+    )
     optim: OptimConfig = option(help="optimizer and schedule", factory=OptimConfig)
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
     mean: str = option(
@@ -269,10 +249,6 @@ class TrainConfig:
     on_policy: OnPolicyConfig = option(
         help="training on what the draft itself proposes", factory=OnPolicyConfig
     )
-
-    def by_family(self) -> dict[str, DrafterOptions | None]:
-        """Options given for each family, by its name; None for a family without any."""
-        return {family: vars(self)[family.replace("-", "_")] for family in FAMILIES}
 
 
 DRAFT_SAMPLING_HELP = (

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from draftsmith.config import check_limits, to_dict
-from draftsmith.drafters.options import OPTIONS, DrafterOptions, MedusaOptions, MtpOptions
+from draftsmith.drafters.options import DrafterOptions, MedusaOptions, MtpOptions, options_of
 from draftsmith.drafters.target.sharded import check_offload, check_shares
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
@@ -28,25 +28,17 @@ CONTINUABLE = {
 
 
 def drafter_options(config: TrainConfig) -> DrafterOptions:
-    """The options of the chosen family; options given for another one are an error, not ignored."""
-    given = config.by_family()
-    for family, options in given.items():
-        if options is not None and family != config.family:
-            section = family.replace("-", "_")
-            raise UserError(
-                f"options under {section!r} are given but the family is {config.family!r}; remove "
-                f"them or train {family}"
-            )
-    options = given[config.family] or OPTIONS[config.family]()
+    """The options of the chosen family; one of another family is an error, not ignored."""
+    options = options_of(config.family, config.draft)
     if isinstance(options, MedusaOptions) and options.num_heads > config.unroll.steps:
         raise UserError(
-            f"option 'medusa.num_heads' is {options.num_heads} but 'unroll.steps' is "
+            f"option 'draft.num_heads' is {options.num_heads} but 'unroll.steps' is "
             f"{config.unroll.steps}, so the last heads "
             "would never be trained; make them equal"
         )
     if isinstance(options, MtpOptions) and options.modules > config.unroll.steps:
         raise UserError(
-            f"option 'mtp.modules' is {options.modules} but 'unroll.steps' is "
+            f"option 'draft.modules' is {options.modules} but 'unroll.steps' is "
             f"{config.unroll.steps}, so the last modules would never be trained; make "
             "'unroll.steps' at least as many"
         )
@@ -114,11 +106,11 @@ def check_target_offload(config: TrainConfig) -> None:
             f"{config.on_policy.share}, for whose texts the whole target would be read again in "
             "every round; leave one of the two out"
         )
-    if config.draft_lm is not None and config.draft_lm.target_layers is not None:
+    if config.draft is not None and config.draft.target_layers is not None:
         raise UserError(
-            f"option 'draft_lm.target_layers' is {config.draft_lm.target_layers} and copies layers "
-            "of a target whose weights are here, not offloaded; give draft_lm.init or "
-            "draft_lm.hidden_size, or leave target_offload out"
+            f"option 'draft.target_layers' is {config.draft.target_layers} and copies layers of a "
+            "target whose weights are here, not offloaded; give draft.init or draft.hidden_size, "
+            "or leave target_offload out"
         )
 
 
@@ -147,7 +139,7 @@ def check_target_server(config: TrainConfig) -> None:
     others = {
         "target_shares": config.target_shares > 1,
         "target_offload": config.target_offload is not None,
-        "draft_lm.target_layers": bool(config.draft_lm and config.draft_lm.target_layers),
+        "draft.target_layers": bool(config.draft and config.draft.target_layers),
         "eval_prompts": bool(config.eval_prompts),
         "on_policy.share": bool(config.on_policy.share),
     }
@@ -163,13 +155,12 @@ def check_init(init: str, config: TrainConfig) -> None:
     if config.family == "draft-lm":
         raise UserError(
             f"option 'init' is {init!r} but any language model can begin a draft-lm; give it as "
-            "draft_lm.init"
+            "draft.init"
         )
-    if config.by_family()[config.family] is not None:
-        section = config.family.replace("-", "_")
+    if config.draft is not None:
         raise UserError(
-            f"options under {section!r} are of a new draft but option 'init' is {init!r}; leave "
-            "one of the two out"
+            f"options under 'draft' are of a new draft but option 'init' is {init!r}; leave one of "
+            "the two out"
         )
 
 

@@ -115,7 +115,7 @@ class Dflash(BorrowsTables, HasRotary, DraftsBlocks):
         if options.intermediate_size is not None:
             shape["intermediate_size"] = options.intermediate_size
         taps = options.taps or default_taps(target.num_layers)
-        check_draft_taps(taps, target.num_layers, f"{cls.family.replace('-', '_')}.taps")
+        check_draft_taps(taps, target.num_layers)
         config = layer_config(Qwen3Config, shape)
         drafter = cls(config, target, taps, cls.shape_from(options, target))
         # The head is frozen, so the last norm must fit it.

@@ -132,7 +132,7 @@ class Eagle3(FeatureHead):
     ) -> Eagle3:
         config = llama_config(shape_of(target) | chosen_shape(options))
         taps = options.taps or default_taps(target.num_layers)
-        check_draft_taps(taps, target.num_layers, f"{cls.family.replace('-', '_')}.taps")
+        check_draft_taps(taps, target.num_layers)
         vocab_size = min(options.draft_vocab_size or target.vocab_size, target.vocab_size)
         norms = Norms(
             norm_before_residual=options.norm_before_residual,

@@ -176,14 +176,14 @@ def check_modules(options: MtpOptions, target: Target) -> None:
     layout = LAYOUTS.get(target.config.model_type)
     if layout is not None and options.window is not None:
         raise UserError(
-            f"option 'mtp.window' is {options.window} and {target.name!r} is a "
+            f"option 'draft.window' is {options.window} and {target.name!r} is a "
             f"{target.config.model_type!r}, whose modules are layers of its own; leave it out, or "
             "train an eagle3 draft"
         )
     if options.modules > 1 and (layout is None or not layout.may_be_deep):
         deep = ", ".join(kind for kind, one in LAYOUTS.items() if one.may_be_deep)
         raise UserError(
-            f"option 'mtp.modules' is {options.modules} and {target.name!r} is a "
+            f"option 'draft.modules' is {options.modules} and {target.name!r} is a "
             f"{target.config.model_type!r}; several modules are for {deep}, one for every target"
         )
 

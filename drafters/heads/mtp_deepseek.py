@@ -142,8 +142,8 @@ class AppendedMtp(MtpHead):
         kind = target.config.model_type
         if options.intermediate_size is not None:
             raise UserError(
-                f"option 'mtp.intermediate_size' is {options.intermediate_size}, but the module of "
-                f"a {kind!r} target has a block of the target's own shape; leave it out"
+                f"option 'draft.intermediate_size' is {options.intermediate_size}, but the module "
+                f"of a {kind!r} target has a block of the target's own shape; leave it out"
             )
         drafter = cls(target, LAYOUTS[kind]).to(target.device)
         draw_stacked(drafter.layer)

@@ -83,21 +83,19 @@ class DraftLm(NewDraft, ForwardCapturable, ChainLoop):
         started = options.init or options.target_layers
         if started is not None and options.window is not None:
             raise UserError(
-                f"option 'draft_lm.window' is {options.window} for a draft that starts from "
+                f"option 'draft.window' is {options.window} for a draft that starts from "
                 f"{started!r}, whose layers have their own; leave it out"
             )
         if options.init is None:
             if options.lora is not None:
-                raise UserError(
-                    "option 'draft_lm.lora' adapts an existing model; give draft_lm.init too"
-                )
+                raise UserError("option 'draft.lora' adapts an existing model; give draft.init too")
             if options.target_layers is not None:
                 pruned = pruned_target(target, options.target_layers)
                 return cls(pruned, "pruned target", target.max_length)
             return cls(new_model(options, target), "new draft")
         if options.target_layers is not None:
             raise UserError(
-                "options 'draft_lm.init' and 'draft_lm.target_layers' both say where to "
+                "options 'draft.init' and 'draft.target_layers' both say where to "
                 "start; give one of them"
             )
         trust = target.trust_remote_code
@@ -204,7 +202,7 @@ def new_model(options: DraftLmOptions, target: Target) -> PreTrainedModel:
     groups = options.num_key_value_heads or heads
     if hidden % heads:
         raise UserError(
-            f"option 'draft_lm.hidden_size' is {hidden}; it must be a multiple of the {heads} "
+            f"option 'draft.hidden_size' is {hidden}; it must be a multiple of the {heads} "
             "attention heads"
         )
     shape = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": hidden}
@@ -284,7 +282,7 @@ def pruned_target(target: Target, layers: Sequence[int]) -> PreTrainedModel:
         or not 0 <= chosen[0] <= chosen[-1] < target.num_layers
     ):
         raise UserError(
-            f"option 'draft_lm.target_layers' is {chosen}; give ascending layers between 0 and "
+            f"option 'draft.target_layers' is {chosen}; give ascending layers between 0 and "
             f"{target.num_layers - 1}"
         )
     config = pruned_config(target, chosen)
@@ -297,8 +295,8 @@ def pruned_target(target: Target, layers: Sequence[int]) -> PreTrainedModel:
     state = pruned_state(target, chosen)
     if missing := sorted(model.state_dict().keys() - state.keys()):
         raise UserError(
-            f"option 'draft_lm.target_layers' is {chosen}, but {missing[0]!r} of {target.name!r} "
-            "is quantised in a way that cannot be read; give draft_lm.init or draft_lm.hidden_size"
+            f"option 'draft.target_layers' is {chosen}, but {missing[0]!r} of {target.name!r} "
+            "is quantised in a way that cannot be read; give draft.init or draft.hidden_size"
         )
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     model.generation_config = copy.deepcopy(target.model.generation_config)

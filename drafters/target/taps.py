@@ -43,12 +43,12 @@ def decoder_layers(body: torch.nn.Module, num_layers: int) -> torch.nn.ModuleLis
     )
 
 
-def check_draft_taps(taps: Sequence[int], num_layers: int, option: str) -> None:
+def check_draft_taps(taps: Sequence[int], num_layers: int) -> None:
     """Raises `UserError` for taps of a new draft that engines would not hand over as they are."""
     most = max(1, num_layers - 1)
     if list(taps) != sorted(set(taps)) or not 1 <= taps[0] <= taps[-1] <= most:
         raise UserError(
-            f"option {option!r} is {' '.join(map(str, taps))}; give ascending layers from 1 to "
+            f"option 'draft.taps' is {' '.join(map(str, taps))}; give ascending layers from 1 to "
             f"{most}, each once"
         )
 

@@ -43,7 +43,7 @@ def train_words(target: str | Path, data: str | Path, out: str | Path) -> list[s
     return [
         "train", "eagle3", "--target", target, "--data", data, "--out", out,
         "--steps", str(STEPS), "recipes/eagle3-small.yaml",
-        "eagle3.norm_output=false", "eagle3.norm_before_residual=true",
+        "draft.norm_output=false", "draft.norm_before_residual=true",
     ]  # fmt: skip
 
 

@@ -333,7 +333,7 @@ def test_eagle3_drafts_as_if_it_had_been_started_with_the_version(
         draftsmith(
             tmp_path, "train", "eagle3", "--target", "target", "--data", "data", "--out", name,
             "--steps", steps, "--held-out", "0.05", "--dtype", "float32", "optim.lr=3e-3",
-            "eagle3.taps=[1,2,3]", "eagle3.draft_vocab_size=250",
+            "draft.taps=[1,2,3]", "draft.draft_vocab_size=250",
         )  # fmt: skip
         draftsmith(tmp_path, "export", name, "--to", "vllm", "--out", f"{name}-vllm")
     # What the second draft knows by heart: no draft learns a random target's other texts.

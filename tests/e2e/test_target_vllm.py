@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.options import DraftOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
@@ -69,7 +69,7 @@ def settings(place: Place) -> TrainConfig:
         out=str(place.folder / "stored"), steps=30, log_every=1, batch_size=8, held_out=0.2,
         max_length=80, eval_prompts=0, teacher="stored",
         optim=OptimConfig(lr=3e-3, schedule="constant", warmup=0.0),
-        draft_lm=DraftLmOptions(num_layers=1, hidden_size=128),
+        draft=DraftOptions(num_layers=1, hidden_size=128),
     )  # fmt: skip
 
 

@@ -26,17 +26,17 @@ from tests.forked import cli
 K, MAX_TOKENS = 3, 48
 # Heads of 32: vLLM's attention for CPUs has no smaller ones.
 FAMILIES = {
-    "eagle3": ("eagle3.taps=[1,2,3]", "eagle3.draft_vocab_size=250"),
-    "p-eagle": ("p_eagle.taps=[1,2,3]", "p_eagle.num_hidden_layers=2"),
+    "eagle3": ("draft.taps=[1,2,3]", "draft.draft_vocab_size=250"),
+    "p-eagle": ("draft.taps=[1,2,3]", "draft.num_hidden_layers=2"),
     "mtp": (),
     "eagle1": (),
-    "medusa": ("medusa.num_heads=3", "unroll.steps=3"),
-    "dflash": ("dflash.block_size=4", "unroll.steps=3"),
-    "dspark": ("dspark.block_size=4", "unroll.steps=3"),
+    "medusa": ("draft.num_heads=3", "unroll.steps=3"),
+    "dflash": ("draft.block_size=4", "unroll.steps=3"),
+    "dspark": ("draft.block_size=4", "unroll.steps=3"),
     "draft-lm": (
-        "draft_lm.num_layers=2",
-        "draft_lm.hidden_size=64",
-        "draft_lm.num_attention_heads=2",
+        "draft.num_layers=2",
+        "draft.hidden_size=64",
+        "draft.num_attention_heads=2",
     ),
 }
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from draftsmith.distill import command as distill
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate import command as generate
-from draftsmith.drafters.options import DraftLmOptions
+from draftsmith.drafters.options import DraftOptions
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.quantised import numbers_of
 from draftsmith.drafters.target.sharded import gathered
@@ -194,8 +194,8 @@ def test_a_learner_learns_what_it_learns_by_a_target_in_memory(loop: Callable[..
         ({"target_dtype": "int8"}, "'target_offload' is 'disk' and its dtype int8"),
         ({"on_policy": OnPolicyConfig(share=0.5)}, "'on_policy.share' 0.5, for whose texts"),
         (
-            {"family": "draft-lm", "draft_lm": DraftLmOptions(target_layers=(0,))},
-            "'draft_lm.target_layers' is .* not offloaded",
+            {"family": "draft-lm", "draft": DraftOptions(target_layers=(0,))},
+            "'draft.target_layers' is .* not offloaded",
         ),
         ({"target_offload": "cpu"}, "target_offload is 'cpu' and the target runs there"),
     ],

@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.options import DraftOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
@@ -43,7 +43,7 @@ def some_prompts(count: int, seed: int) -> list[list[int]]:
     ]
 
 
-WINDOWED = Eagle3Options(window=5)  # less than a prompt
+WINDOWED = DraftOptions(window=5)  # less than a prompt
 
 
 @pytest.fixture(scope="module", params=["eagle3 window", *FAMILIES])
@@ -65,7 +65,7 @@ def pair(
     write_rows(folder, rows)
     config = TrainConfig(
         family=request.param.split()[0],
-        eagle3=WINDOWED if "window" in request.param else None,
+        draft=WINDOWED if "window" in request.param else None,
         target=target.name,
         data=str(folder),
         out=str(folder / "draft"),

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.options import DraftOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json
 from draftsmith.serve.config import EngineConfig
@@ -27,8 +27,8 @@ from tests.data_folders import rows_of, write_rows
 PADDED, OTHERWISE_PADDED = 151_936, 152_064
 PROMPTS = [[5, 6, 7], [9, PADDED - 1, 31, 8]]
 DRAFTS = {
-    "eagle3 subset": {"eagle3": Eagle3Options(draft_vocab_size=200)},
-    "draft-lm": {"draft_lm": DraftLmOptions(init="small")},
+    "eagle3 subset": {"draft": DraftOptions(draft_vocab_size=200)},
+    "draft-lm": {"draft": DraftOptions(init="small")},
 }
 
 

@@ -241,7 +241,7 @@ def test_another_step_is_another_loss(one_process):
 def test_a_target_spread_over_two_processes_trains_alike(
     family, recipe, train, tmp_path, target_folder, data
 ):
-    options = () if family != "draft-lm" else ("draft_lm.target_layers=[0,3]",)
+    options = () if family != "draft-lm" else ("draft.target_layers=[0,3]",)
     flags = (*SHORT_FLAGS, "--steps", "4", "--eval-tokens", "8", *options)
     finish(train("one", *flags, "--accumulate", "2", "--eval-prompts", "4", family=family))
     sharding = () if recipe is None else ("--deepspeed", str(ROOT / f"recipes/{recipe}.json"))

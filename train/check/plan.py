@@ -191,9 +191,9 @@ def planned(config: PlanConfig, target: Target, text: PlannedText, family: str) 
 
 
 def overrides(family: str, options: DrafterOptions) -> list[str]:
-    defaults, section = to_dict(OPTIONS[family]()), family.replace("-", "_")
+    defaults = to_dict(OPTIONS[family]())
     return [
-        f"{section}.{name}={json.dumps(value)}"
+        f"draft.{name}={json.dumps(value)}"
         for name, value in to_dict(options).items()
         if value != defaults[name]
     ]

@@ -164,13 +164,13 @@ def check_represented(config: dict[str, Any], reader: Reader) -> None:
         if config.get(key):
             raise UserError(
                 f"the draft has {key}=true, which {reader.engine} passes over: {instead}; train it "
-                f"with eagle3.{key}=false"
+                f"with draft.{key}=false"
             )
     taps = config["eagle_aux_hidden_state_layer_ids"]
     if len(taps) != NUM_TAPS:
         raise UserError(
             f"the draft taps layers {taps}, and {reader.engine} reads exactly {NUM_TAPS}; train it "
-            "with eagle3.taps of three layers"
+            "with draft.taps of three layers"
         )
     if config["num_hidden_layers"] != 1:
         raise UserError(

@@ -158,7 +158,7 @@ def check_block(source: ExportSource) -> None:
     if shape.causal or any(shape.windows):
         raise UserError(
             "the speculators layout has blocks whose slots all see each other, and this draft's "
-            f"do not; train it with {source.family}.causal=false, or export it --to vllm"
+            "do not; train it with draft.causal=false, or export it --to vllm"
         )
 
 

@@ -21,7 +21,7 @@ def train(report: Report, item: str, options: argparse.Namespace, seconds: float
     if options.model is None or options.answers is None:
         raise ValueError("left out: give --model and --answers")
     draft = options.out / "draft"
-    vocabulary = "eagle3.draft_vocab_size=" + ("64" if options.tiny else "8192")
+    vocabulary = "draft.draft_vocab_size=" + ("64" if options.tiny else "8192")
     limit = ["--steps", "3"] if options.tiny else ["--minutes", f"{seconds * 0.75 / 60:.2f}"]
     command(
         "train", "eagle3", "--target", options.model, "--data", options.answers, "--out", draft,

@@ -135,7 +135,7 @@ def unknown_keys(text: str, keys: set[str]) -> list[str]:
         if found
         and found[1] in top
         and found[0] not in known
-        and not found[0].endswith((".py", ".json", ".md", ".yaml"))
+        and not found[0].endswith((".py", ".json", ".md", ".yaml", ".gguf"))
     ]
 
 

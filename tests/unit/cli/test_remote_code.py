@@ -46,8 +46,7 @@ LINES = {
     ),
     "train": "train eagle3 --target {own} --data {out} --out {out}/draft --steps 1",
     "train from a draft": (
-        "train draft-lm --target {plain} --data {data} --out {out}/draft --steps 1 "
-        "draft_lm.init={own}"
+        "train draft-lm --target {plain} --data {data} --out {out}/draft --steps 1 draft.init={own}"
     ),
     "eval": "eval --target {own} --draft {draft} --data {out}",
     "eval of a draft": "eval --target {plain} --draft {own} --data {out}",

@@ -126,5 +126,5 @@ def test_windows_that_cannot_be_are_refused(
 
 def test_modules_of_the_targets_own_layers_have_no_window(tiny_target: Callable[..., str]) -> None:
     target = Target.load(tiny_target("ernie4_5_moe"))
-    with pytest.raises(UserError, match=r"'mtp.window' is 4 .* layers of its own"):
+    with pytest.raises(UserError, match=r"'draft.window' is 4 .* layers of its own"):
         FAMILIES["mtp"].create(OPTIONS["mtp"](window=4), target, seed=0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.config import to_dict
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MtpOptions
+from draftsmith.drafters.options import DraftOptions, Eagle3Options
 from draftsmith.errors import UserError
 from draftsmith.train import resolve
 from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
@@ -33,10 +33,10 @@ def test_the_first_bound_that_runs_out_counts(changes, steps):
 
 def test_modules_deeper_than_the_unroll_are_refused():
     def steps(count: int) -> TrainConfig:
-        return config("mtp", mtp=MtpOptions(modules=3), unroll=UnrollConfig(steps=count))
+        return config("mtp", draft=DraftOptions(modules=3), unroll=UnrollConfig(steps=count))
 
     resolve.check(steps(3))
-    with pytest.raises(UserError, match=r"mtp\.modules' is 3 but 'unroll\.steps' is 2"):
+    with pytest.raises(UserError, match=r"draft\.modules' is 3 but 'unroll\.steps' is 2"):
         resolve.check(steps(2))
 
 
@@ -52,41 +52,40 @@ def test_checkpoints_fall_on_log_lines():
 
 def test_options_of_the_chosen_family_and_no_other():
     assert resolve.drafter_options(config()) == Eagle3Options()
-    chosen = Eagle3Options(draft_vocab_size=7)
-    assert resolve.drafter_options(config(eagle3=chosen)) is chosen
-    with pytest.raises(
-        UserError, match="options under 'draft_lm' are given but the family is 'eagle3'"
-    ):
-        resolve.drafter_options(config(eagle3=chosen, draft_lm=DraftLmOptions()))
+    chosen = DraftOptions(draft_vocab_size=7, train_head=False)
+    wanted = Eagle3Options(draft_vocab_size=7, train_head=False)
+    assert resolve.drafter_options(config(draft=chosen)) == wanted
+    with pytest.raises(UserError, match=r"option 'draft\.train_head' is none of family 'mtp'"):
+        resolve.drafter_options(config("mtp", draft=DraftOptions(train_head=False)))
 
 
 def test_a_record_read_back_is_the_same_run_but_for_what_may_change():
-    first = config(eagle3=Eagle3Options(taps=(1, 2)), steps=5)
+    first = config(draft=DraftOptions(taps=(1, 2)), steps=5)
     recorded = json.loads(json.dumps(to_dict(first)))
     assert resolve.different_from(first, recorded) is None
     assert (
         resolve.different_from(
-            config(eagle3=Eagle3Options(taps=(1, 2)), steps=9, log_every=1), recorded
+            config(draft=DraftOptions(taps=(1, 2)), steps=9, log_every=1), recorded
         )
         is None
     )
     assert (
-        resolve.different_from(config(eagle3=Eagle3Options(taps=(1, 3)), steps=5), recorded)
-        == "eagle3.taps: [1, 2] -> [1, 3]"
+        resolve.different_from(config(draft=DraftOptions(taps=(1, 3)), steps=5), recorded)
+        == "draft.taps: [1, 2] -> [1, 3]"
     )
     gone = resolve.different_from(config(steps=5), recorded)
-    assert gone.startswith("eagle3.") and gone.endswith("-> None")
+    assert gone.startswith("draft.") and gone.endswith("-> None")
     assert resolve.different_from(
-        config(eagle3=Eagle3Options(taps=(1, 2)), optim=OptimConfig(lr=1.0)), recorded
+        config(draft=DraftOptions(taps=(1, 2)), optim=OptimConfig(lr=1.0)), recorded
     ).startswith("optim.lr")
 
 
 def test_a_record_older_than_an_option_had_its_default():
-    noisy = config(eagle3=Eagle3Options(taps=(1, 2)), unroll=UnrollConfig(noise=0.1), packing=True)
+    noisy = config(draft=DraftOptions(taps=(1, 2)), unroll=UnrollConfig(noise=0.1), packing=True)
     recorded = json.loads(json.dumps(to_dict(noisy)))
     for section, name in (
         (recorded["unroll"], "weights"),
-        (recorded["eagle3"], "norm_output"),
+        (recorded["draft"], "norm_output"),
         (recorded, "on_policy"),
         (recorded, "mean"),
     ):

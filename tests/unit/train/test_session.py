@@ -21,7 +21,7 @@ from draftsmith.config import build, merge, read_yaml
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.options import Eagle3Options, PeagleOptions
+from draftsmith.drafters.options import DraftOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import kind_of
@@ -50,8 +50,8 @@ def metrics(config: TrainConfig) -> list[dict]:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("eagle3", {"eagle3": Eagle3Options(draft_vocab_size=200)}),
-        ("p-eagle", {"p_eagle": PeagleOptions(num_hidden_layers=2)}),
+        ("eagle3", {"draft": DraftOptions(draft_vocab_size=200)}),
+        ("p-eagle", {"draft": DraftOptions(num_hidden_layers=2)}),
         ("draft-lm", {}),
         ("medusa", {}),
         *(
@@ -115,7 +115,7 @@ def test_the_draft_on_disk_is_the_one_that_was_measured(family, configure):
     ],
 )
 def test_every_divergence_trains_a_draft(divergence, configure):
-    config = configure(divergence=divergence, eagle3=Eagle3Options(draft_vocab_size=200))
+    config = configure(divergence=divergence, draft=DraftOptions(draft_vocab_size=200))
     run(config)
     first, *_, last = metrics(config)
     key = f"{kind_of(divergence).metric}_1"
@@ -174,7 +174,7 @@ def test_a_sample_mean_counts_a_short_text_like_a_long_one(tiny_target, table_dr
 
 
 def test_mass_outside_the_draft_vocabulary_is_told(configure):
-    config = configure(eagle3=Eagle3Options(draft_vocab_size=30), steps=5)
+    config = configure(draft=DraftOptions(draft_vocab_size=30), steps=5)
     run(config)
     assert metrics(config)[-1]["outside"] > 0.02
     full = configure(out=config.out + "-full", steps=5)
@@ -210,7 +210,7 @@ def test_the_recipe_for_long_contexts_trains_a_draft_with_a_window(configure):
     given = {
         "family": "eagle3", "target": config.target, "data": config.data, "out": config.out,
         "dtype": "float32", "steps": 12, "log_every": 4, "max_length": 32, "eval_prompts": 0,
-        "eagle3": {"window": 4},
+        "draft": {"window": 4},
     }  # fmt: skip
     config = build(TrainConfig, merge(read_yaml(RECIPES / "eagle3-long.yaml"), given))
     run(config)
@@ -334,14 +334,14 @@ def test_without_held_out_prompts_the_last_draft_is_kept(configure):
 def test_a_head_that_is_not_trained_stays_the_targets(configure):
     config = configure(
         steps=2,
-        eagle3=Eagle3Options(train_head=False),
+        draft=DraftOptions(train_head=False),
         optim=OptimConfig(lr=1e-2, optimizer="muon"),
     )
     run(config)
     target = Target.load(config.target)
     trained, new = (
         checkpoint.load(config.out, target),
-        Eagle3.create(config.eagle3, target, seed=config.seed),
+        Eagle3.create(Eagle3Options(), target, seed=config.seed),
     )
     assert torch.equal(trained.lm_head.weight, target.output_weight)
     assert not torch.equal(trained.midlayer.mlp.down_proj.weight, new.midlayer.mlp.down_proj.weight)
@@ -402,14 +402,14 @@ def error_of(capsys, *arguments: str) -> str:
         (("eagle3", "--steps", "many"), "option 'steps' is 'many'"),
         (("eagle3", "--steps", "0"), "'steps' is 0"),
         (
-            ("eagle3", "mtp.intermediate_size=4"),
-            "options under 'mtp' are given but the family is 'eagle3'",
+            ("eagle3", "draft.modules=4"),
+            "option 'draft.modules' is none of family 'eagle3', which has taps, ",
         ),
         (
-            ("eagle3", "--init", "D", "eagle3.train_head=false"),
-            "options under 'eagle3' are of a new draft",
+            ("eagle3", "--init", "D", "draft.train_head=false"),
+            "options under 'draft' are of a new draft",
         ),
-        (("draft-lm", "--init", "D"), "give it as draft_lm.init"),
+        (("draft-lm", "--init", "D"), "give it as draft.init"),
         (("eagle3", "optim.schedule=staircase"), "must be one of cosine, linear, constant"),
         (("eagle3", "unroll.steps=0"), "unroll.steps"),
         (("eagle3", "optim.warmup=2"), "at least 0 and at most 1"),
@@ -423,7 +423,7 @@ def error_of(capsys, *arguments: str) -> str:
         (("draft-lm", *SERVED, "--divergence", "ce"), "'divergence' needs whole distributions"),
         (("draft-lm", *SERVED), "'eval_prompts' needs the target here"),
         (("draft-lm", *SERVED, "--target-offload", "disk"), "'target_offload' needs the target"),
-        (("draft-lm", *SERVED, "draft_lm.target_layers=[0]"), "'draft_lm.target_layers' needs"),
+        (("draft-lm", *SERVED, "draft.target_layers=[0]"), "'draft.target_layers' needs"),
         (("eagle3", "--deepspeed", str(RECIPES / "zero2.json")), "use torchrun"),
         (
             ("eagle3", "--deepspeed", str(RECIPES / "zero2.json"), "optim.optimizer=muon"),

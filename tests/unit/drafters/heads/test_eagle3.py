@@ -187,8 +187,8 @@ def test_options(target, tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"taps": (1, 9)}, "'eagle3.taps' is 1 9; give ascending layers from 1 to 3, each once"),
-        *(({"taps": taps}, "'eagle3.taps' is") for taps in ((3, 1), (1, 1, 2), (0, 1, 2), (2, 4))),
+        ({"taps": (1, 9)}, "'draft.taps' is 1 9; give ascending layers from 1 to 3, each once"),
+        *(({"taps": taps}, "'draft.taps' is") for taps in ((3, 1), (1, 1, 2), (0, 1, 2), (2, 4))),
         ({"num_attention_heads": 3}, "num_attention_heads=3 with num_key_value_heads=2"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 with num_key_value_heads=3"),
         ({"head_dim": 7}, "head_dim=7, since rotary embeddings turn pairs"),

@@ -107,7 +107,7 @@ def test_adapters_train_alone_and_merge_exactly(target, tiny_target, tmp_path):
 
 
 def test_adapters_need_a_model(target):
-    with pytest.raises(UserError, match=r"give draft_lm\.init too"):
+    with pytest.raises(UserError, match=r"give draft\.init too"):
         DraftLm.create(DraftLmOptions(lora=LoraOptions()), target, seed=0)
 
 

@@ -55,11 +55,11 @@ def test_what_is_to_be_given_is_a_command_of_train(planned: Planned, tmp_path: P
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "family: mtp\nbatch_size: 2\nmax_length: 16\nsteps: 3\nunroll: {steps: 2}\n"
-        "mtp: {intermediate_size: 32}\n"
+        "draft: {intermediate_size: 32}\n"
     )
     found = planned("--recipe", str(recipe), "--epochs", "2")
     (draft,) = found["drafts"]
-    assert (draft["family"], draft["options"]) == ("mtp", ["mtp.intermediate_size=32"])
+    assert (draft["family"], draft["options"]) == ("mtp", ["draft.intermediate_size=32"])
     generate, train = found["give"][:2]
     assert generate.startswith("draftsmith generate --target ")
     words = train.split()[2:]
@@ -73,10 +73,10 @@ def test_a_family_that_cannot_be_planned_is_left_out_with_its_reason(
     planned: Planned, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("medusa: {num_heads: 3}\nunroll: {steps: 3}\n")
+    recipe.write_text("draft: {num_heads: 3}\nunroll: {steps: 3}\n")
     found = planned("--recipe", str(recipe), "--families", "eagle3", "medusa")
     assert [draft["family"] for draft in found["drafts"]] == ["medusa"]
-    assert "options under 'medusa' are given" in found["refused"]["eagle3"]
+    assert "option 'draft.num_heads' is none of family 'eagle3'" in found["refused"]["eagle3"]
 
 
 @pytest.mark.long

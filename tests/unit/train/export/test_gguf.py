@@ -63,8 +63,8 @@ def test_an_eagle3_head_keeps_types_and_gets_absolute_ids(made: Callable[..., Pa
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"norm_output": True}, "eagle3.norm_output=false"),
-        ({"fc_norm": True}, "eagle3.fc_norm=false"),
+        ({"norm_output": True}, "draft.norm_output=false"),
+        ({"fc_norm": True}, "draft.fc_norm=false"),
         ({"taps": (1, 3)}, "exactly 3"),
     ],
 )

@@ -304,5 +304,5 @@ def test_a_causal_block_is_refused_in_the_speculators_layout(
     exported: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     draft, _ = exported("dflash", "vllm")
-    with pytest.raises(UserError, match=r"train it with dflash\.causal=false"):
+    with pytest.raises(UserError, match=r"train it with draft\.causal=false"):
         run(ExportConfig(draft=str(draft), to="speculators", out=str(tmp_path / "out")))

@@ -17,7 +17,7 @@ from draftsmith.commands import generate as generate_command
 from draftsmith.commands.generate import GenerateConfig
 from draftsmith.config import build, to_dict
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.options import Eagle3Options, MedusaOptions
+from draftsmith.drafters.options import DraftOptions, Eagle3Options, MedusaOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
@@ -313,7 +313,7 @@ def test_training_from_stored_signals_learns(target, shared, tmp_path, signal):
     config = TrainConfig(
         family="eagle3", **values, out=str(tmp_path / "draft"), teacher="stored", packing=True,
         max_length=64, batch_size=2,
-        steps=30, log_every=5, optim=OptimConfig(lr=1e-2), eagle3=Eagle3Options(taps=TAPS),
+        steps=30, log_every=5, optim=OptimConfig(lr=1e-2), draft=DraftOptions(taps=TAPS),
     )  # fmt: skip
     run(config)
     lines = (tmp_path / "draft" / "metrics.jsonl").read_text().splitlines()
