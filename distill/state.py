@@ -15,7 +15,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,13 +229,7 @@ def _save_track(kept: KeptTrack, folder: Path, with_records: bool) -> dict[str, 
     for name, texts in zip(TEXTS, kept_texts, strict=True):
         _write_records(folder / f"{name}.parquet", _flat(texts) if with_records else [])
     return {
-        "live_version": state.live_version,
-        "displaced": state.displaced,
-        "spared": state.spared,
-        "is_gate_due": state.is_gate_due,
-        "ledger": state.ledger.to_dict(),
-        "trial": state.trial.to_dict() if state.trial else None,
-        "drift": state.drift,
+        "state": asdict(replace(state, fresh=[], window=[])),
         "steps": learner.steps,
         "updates": learner.updates,
         "reservoir_seen": learner.reservoir.seen,
@@ -275,21 +269,7 @@ def _read_track(
     fresh, window, reservoir, latest = (
         _texts(_records(folder / f"{name}.parquet")) for name in TEXTS
     )
-    ledger, trial = (
-        Ledger.from_dict(values["ledger"]),
-        Trial.from_dict(values["trial"]) if values["trial"] else None,
-    )
-    state = TrackState(
-        values["live_version"],
-        values["is_gate_due"],
-        ledger,
-        trial,
-        values["drift"],
-        fresh,
-        window,
-        values["displaced"],
-        values["spared"],
-    )
+    state = files.restored(TrackState, values["state"] | {"fresh": fresh, "window": window})
     weights, moments = (
         load_file(folder / "candidate.safetensors"),
         load_file(folder / "optimizer.safetensors"),

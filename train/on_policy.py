@@ -22,9 +22,9 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.speculate import SpeculatedRound, SpeculatedText, speculate
+from draftsmith.drafters.speculate import SpeculatedText, speculate
 from draftsmith.drafters.target.target import Target
-from draftsmith.files import read_json, write_json
+from draftsmith.files import read_json, restored, write_json
 from draftsmith.train.config import OnPolicyConfig
 from draftsmith.train.data.batches import joined, rows_at
 from draftsmith.train.data.dataset import TokenSequence
@@ -193,14 +193,7 @@ def load_texts(on_policy: OnPolicy, checkpoint: Path, *, world_size: int) -> Non
     record = read_json(path, "on-policy texts") if path.is_file() else {"texts": None}
     if record["texts"] is None or record["world_size"] != world_size:
         return
-    on_policy.waiting = [
-        SpeculatedText(
-            text["tokens"],
-            text["num_prompt"],
-            [SpeculatedRound(*values) for values in text["rounds"]],
-        )
-        for text in record["texts"]
-    ]
+    on_policy.waiting = restored(list[SpeculatedText], record["texts"])
 
 
 def _path(checkpoint: Path, rank: int) -> Path:

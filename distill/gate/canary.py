@@ -13,8 +13,8 @@ passes 1 / error with at most that chance, at any request.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,17 +168,6 @@ class Trial:
             "worse_evidence": self.worse.value,
             "fine_evidence": self.fine.value,
         }
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Trial:
-        read = dict(values)
-        read |= {name: Mean(**values[name]) for name in ("chosen", "others")}
-        read |= {name: BoundedEvidence(**values[name]) for name in ("worse", "fine")}
-        read["levels"] = {name: Mean(**one) for name, one in values["levels"].items()}
-        return cls(**read)
 
 
 class CanaryTrial:

@@ -3,9 +3,8 @@ class."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,9 +21,8 @@ class ClassComparison:
     time when the draft was better are written off.
     """
 
-    config: GateConfig
     no_better: TurningEvidence = field(default_factory=TurningEvidence)
-    versions: tuple[int, int] = (0, 0)  # of the class and of the live draft, at the latest look
+    versions: tuple[int, ...] = (0, 0)  # of the class and of the live draft, at the latest look
     window: list[str] = field(default_factory=list)  # the requests of the latest look
     latest: Comparison | None = None  # live -> class
 
@@ -33,6 +31,7 @@ class ClassComparison:
         requests: Sequence[str],
         live: Sequence[np.ndarray],
         own: Sequence[np.ndarray],
+        config: GateConfig,
         *,
         versions: tuple[int, int],
     ) -> None:
@@ -47,18 +46,13 @@ class ClassComparison:
             if len(a)
         }
         self.latest = compare(live, own)
-        self.no_better.look({request: self.config.gain - d for request, d in gained.items()})
+        self.no_better.look({request: config.gain - d for request, d in gained.items()})
 
-    @property
-    def is_no_better(self) -> bool:
+    def is_no_better(self, config: GateConfig) -> bool:
         latest = self.latest
-        if (
-            latest is None
-            or latest.requests < self.config.requests
-            or latest.gain >= self.config.gain
-        ):
+        if latest is None or latest.requests < config.requests or latest.gain >= config.gain:
             return False
-        return self.no_better.value * self.config.error >= 1
+        return self.no_better.value * config.error >= 1
 
     def describe(self) -> str:
         if self.latest is None:
@@ -72,18 +66,4 @@ class ClassComparison:
         return (
             f"alpha {live:.4f} -> {own:.4f} with a draft of its own, gain {gain:+.4f} over "
             f"{requests} requests"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "no_better": asdict(self.no_better),
-            "versions": self.versions,
-            "window": self.window,
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], config: GateConfig) -> ClassComparison:
-        own, live = values["versions"]
-        return cls(
-            config, TurningEvidence(**values["no_better"]), (own, live), list(values["window"])
         )

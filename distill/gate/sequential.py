@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -112,11 +111,6 @@ class Evidence:
         self.aside = 0.0
         self.fresh = {}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Evidence:
-        once = TurningEvidence(**values["once"])
-        return cls(once, values["aside"], dict(values["fresh"]))
-
 
 def share_of(look: int) -> float:
     """Share of the stake that is bet from a look on: all shares together are 1."""
@@ -166,11 +160,3 @@ class Ledger:
 
     def against(self, version: int) -> TurningEvidence:
         return self.earlier.setdefault(str(version), TurningEvidence())
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Mapping[str, Any]]) -> Ledger:
-        earlier = {version: TurningEvidence(**one) for version, one in values["earlier"].items()}
-        return cls(Evidence.from_dict(values["gate"]), BoundedEvidence(**values["served"]), earlier)

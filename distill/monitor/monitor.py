@@ -33,6 +33,7 @@ from draftsmith.distill.monitor.events import (
 )
 from draftsmith.distill.monitor.positions import Positions, positions_of
 from draftsmith.errors import UserError, first_line
+from draftsmith.files import restored
 from draftsmith.record import Distributions, RoundRecord
 
 # Rules whose output has the target's distribution; others are left out and counted by name.
@@ -98,28 +99,6 @@ class EvidenceStream:
         log_money = self.log_level(false_alarm) + math.log(len(EVENTS) * len(STRENGTHS))
         deviations = math.sqrt(2 * log_money) + MISS
         return min(1.0, deviations * math.sqrt(counts.variance) / counts.count)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "depths": {
-                name: {str(depth): asdict(one) for depth, one in by_depth.items()}
-                for name, by_depth in self.depths.items()
-            },
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> EvidenceStream:
-        made = cls(
-            **{name: values[name] for name in ("number", "positions", "greedy", "violations")}
-        )
-        made.counts |= {name: EvidenceCounts(**one) for name, one in values["counts"].items()}
-        made.bets |= {name: Bets(**one) for name, one in values["bets"].items()}
-        made.depths |= {
-            name: {int(depth): EvidenceCounts(**one) for depth, one in by_depth.items()}
-            for name, by_depth in values["depths"].items()
-        }
-        return made
 
 
 @dataclass
@@ -242,8 +221,8 @@ class Monitor:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "everything": self.everything.to_dict(),
-            "streams": [[*key, one.to_dict()] for key, one in self.streams.items()],
+            "everything": asdict(self.everything),
+            "streams": [[*key, asdict(one)] for key, one in self.streams.items()],
             "begun": self.begun,
             "alarms": self.alarms,
             "left_out": dict(self.left_out),
@@ -253,9 +232,9 @@ class Monitor:
     def from_dict(cls, values: Mapping[str, Any], false_alarm: float) -> Monitor:
         return cls(
             false_alarm,
-            EvidenceStream.from_dict(values["everything"]),
+            restored(EvidenceStream, values["everything"]),
             {
-                Key(engine, version): EvidenceStream.from_dict(one)
+                Key(engine, version): restored(EvidenceStream, one)
                 for engine, version, one in values["streams"]
             },
             values["begun"],

@@ -8,10 +8,10 @@ not learn again for a while, so that others get their turn.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from draftsmith.distill.config import PoolConfig
 
@@ -44,15 +44,13 @@ class ClassTraffic:
     lately."""
 
     window: int
-    latest: deque[str] = field(default_factory=deque)
+    latest: list[str] = field(default_factory=list)
     num_seen: int = 0
     given_up: dict[str, int] = field(default_factory=dict)  # class -> `num_seen` then
 
     def observe(self, name: str) -> None:
         self.num_seen += 1
-        self.latest.append(name)
-        while len(self.latest) > self.window:
-            self.latest.popleft()
+        self.latest = [*self.latest, name][-self.window :]
         self.given_up = {
             one: at for one, at in self.given_up.items() if self.num_seen - at < self.window
         }
@@ -60,17 +58,12 @@ class ClassTraffic:
     def leave_out(self, names: Iterable[str]) -> None:
         """Drops names that mean something else from now on."""
         gone = set(names)
-        self.latest = deque("" if name in gone else name for name in self.latest)
+        self.latest = ["" if name in gone else name for name in self.latest]
         self.given_up = {name: at for name, at in self.given_up.items() if name not in gone}
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"latest": list(self.latest), "num_seen": self.num_seen, "given_up": self.given_up}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, window: int) -> ClassTraffic:
-        return cls(
-            window, deque(values["latest"][-window:]), values["num_seen"], dict(values["given_up"])
-        )
+    def widened(self, window: int) -> ClassTraffic:
+        """The same with another window."""
+        return replace(self, window=window, latest=self.latest[-window:])
 
 
 def resolved(config: PoolConfig, num_members: int) -> PoolConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from draftsmith.drafters.pool import (
     read_pool,
     write_pool,
 )
+from draftsmith.files import restored
 
 # Texts without a tag that are enough to look for clusters in; while no draft goes by clusters, anew
 # each time they have doubled.
@@ -115,7 +116,7 @@ class ClassPool:
     def _open(self, name: str, folder: str, *, is_serving: bool) -> PooledDraft:
         draft = str(versions.folder_of(self.root, self.shared.live.version))
         track = DraftTrack(pool_root(self.root) / folder, self.context, draft=draft, name=name)
-        return PooledDraft(name, folder, track, ClassComparison(self.gate), is_serving)
+        return PooledDraft(name, folder, track, ClassComparison(), is_serving)
 
     @property
     def tracks(self) -> dict[str, DraftTrack]:
@@ -189,7 +190,7 @@ class ClassPool:
         )
         pair = (one.track.live.version, self.shared.live.version)
         one.comparison.look(
-            [text.request for text in texts], alphas(live), alphas(own), versions=pair
+            [text.request for text in texts], alphas(live), alphas(own), self.gate, versions=pair
         )
 
     def _member(self, one: PooledDraft) -> PoolMember:
@@ -200,7 +201,7 @@ class ClassPool:
             one.name,
             one.is_serving,
             one.has_won,
-            one.comparison.is_no_better,
+            one.comparison.is_no_better(self.gate),
             one.requests,
             summary,
         )
@@ -250,26 +251,25 @@ class ClassPool:
 
     def to_dict(self) -> dict[str, Any]:
         members = {
-            one.folder: {"requests": one.requests, "standing": one.comparison.to_dict()}
+            one.folder: {"requests": one.requests, "standing": asdict(one.comparison)}
             for one in self.members.values()
         }
         return {
-            "traffic": self.traffic.to_dict(),
+            "traffic": asdict(self.traffic),
             "untagged": self.untagged,
             "clusters_due": self.clusters_due,
             "members": members,
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        self.traffic = ClassTraffic.from_dict(values["traffic"], window=self.config.idle_requests)
+        traffic: ClassTraffic = restored(ClassTraffic, values["traffic"])
+        self.traffic = traffic.widened(self.config.idle_requests)
         self.untagged, self.clusters_due = values["untagged"], values["clusters_due"]
         for one in self.members.values():
             if one.folder in values["members"]:
                 saved = values["members"][one.folder]
-                one.requests, one.comparison = (
-                    saved["requests"],
-                    ClassComparison.from_dict(saved["standing"], self.gate),
-                )
+                one.requests = saved["requests"]
+                one.comparison = restored(ClassComparison, saved["standing"])
 
 
 def alphas(scored: Sequence[Scored]) -> list[np.ndarray]:

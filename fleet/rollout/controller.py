@@ -23,6 +23,7 @@ from draftsmith.distill.buffer.folder import Cursor, Shard
 from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedText
 from draftsmith.distill.gate.drift import acceptance
 from draftsmith.distill.gate.sequential import TurningEvidence
+from draftsmith.files import restored
 from draftsmith.fleet.config import RolloutConfig
 from draftsmith.fleet.rollout.show import SILENT_S, decided, end, running
 from draftsmith.fleet.store.layout import EngineStatus, Rollout, cut_for
@@ -241,6 +242,7 @@ UNSEEN = 4
 # After the end of a pair: records come by the second, those of a request without a last record
 # after a minute of silence.
 LATE_S = 90.0
+SHOWN = ("gain", "is_blind")  # of a trial, beside what it goes on with
 
 
 class StageVerdict(NamedTuple):
@@ -289,13 +291,12 @@ class StageTrial:
         return StageVerdict(self.gain > -config.drop, f"{found}, which does not decide it")
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"gain": self.gain, "is_blind": self.is_blind}
+        return asdict(self) | {name: getattr(self, name) for name in SHOWN}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StageTrial:
-        read = {name: value for name, value in values.items() if name not in ("gain", "is_blind")}
-        read |= {name: TurningEvidence(**read[name]) for name in ("worse", "fine") if name in read}
-        return cls(**read)
+        known = {name: value for name, value in values.items() if name not in SHOWN}
+        return restored(cls, known)
 
 
 class Half(NamedTuple):

@@ -3,12 +3,16 @@ and renamed."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import functools
 import json
 import math
 import os
 import re
 import shutil
+import types
+import typing
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -118,6 +122,32 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return value
+
+
+def restored(wanted: Any, value: Any) -> Any:
+    """Value of the annotated type from what `asdict` and JSON leave of it: dataclasses, named
+    tuples, lists, mappings and optional values of these. Raises `KeyError`, `TypeError` or
+    `ValueError` for another form."""
+    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (typing.Union, types.UnionType):
+        return None if value is None else restored(inner[0], value)
+    if origin in (list, tuple):
+        return origin(restored(inner[0], one) for one in value)
+    if origin is dict:
+        return {restored(inner[0], key): restored(inner[1], one) for key, one in value.items()}
+    if wanted is int and isinstance(value, str):  # a key of JSON
+        return int(value)
+    is_named = hasattr(wanted, "_fields")
+    if not (is_named or dataclasses.is_dataclass(wanted)) or isinstance(value, wanted):
+        return value
+    kinds = hints_of(wanted)
+    values = value if isinstance(value, Mapping) else dict(zip(kinds, value, strict=True))
+    return wanted(**{name: restored(kinds[name], one) for name, one in values.items()})
+
+
+@functools.cache
+def hints_of(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def check_file(path: str | Path | None, option: str) -> None:

@@ -4,6 +4,7 @@ buffers."""
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from draftsmith.serve.audit.config import AuditConfig
@@ -55,7 +56,7 @@ def check_of(name: str, stream: EvidenceStream, config: AuditConfig) -> Check:
         passed=passed,
         said=said,
         evidence={
-            **stream.to_dict(),
+            **asdict(stream),
             "z": {event: one.z for event, one in sampled.items()},
             "log_evidence": min(stream.log_evidence, 1e9),
             "log_level": stream.log_level(config.false_alarm),

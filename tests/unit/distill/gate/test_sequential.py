@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from draftsmith.distill.gate import sequential
 from draftsmith.distill.gate.sequential import BoundedEvidence, Evidence, Ledger, TurningEvidence
+from draftsmith.files import restored
 
 ERROR = 0.05
 WINDOW, PER_LOOK = 48, 5
@@ -98,8 +100,8 @@ def test_fresh_texts_promote_no_more_without_a_gain_and_sooner_with_one() -> Non
 def test_each_fresh_text_is_bet_on_once_at_the_next_look() -> None:
     evidence, window = Evidence(), {str(place): 0.0 for place in range(20)}
     evidence.add_fresh({"a": 0.1, "b": 0.1})
-    saved = json.loads(json.dumps(Ledger(gate=evidence).to_dict()))
-    again = Ledger.from_dict(saved).gate
+    saved = json.loads(json.dumps(asdict(Ledger(gate=evidence))))
+    again = restored(Ledger, saved).gate
     value = evidence.look(window, ERROR)
     assert value == again.look(window, ERROR) > 0.5 and not evidence.fresh
     money = list(evidence.once.money)
@@ -275,7 +277,7 @@ def test_ledger_comes_back_from_json_and_goes_on_alike() -> None:
         one.gate.look(window, ERROR)
         one.served.look(window)
         one.against(1).look(window)
-    other = Ledger.from_dict(json.loads(json.dumps(one.to_dict())))
+    other = restored(Ledger, json.loads(json.dumps(asdict(one))))
     assert other == one
     for window in windows[2:]:
         assert one.gate.look(window, ERROR) == other.gate.look(window, ERROR)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.canary import MOST_LEVELS, PATIENCE, CanaryTrial, Trial
 from draftsmith.drafters.versions import in_canary
+from draftsmith.files import restored
 from tests.round_records import round_record, served_text
 
 CONFIG = GateConfig()
@@ -240,7 +241,7 @@ def test_a_trial_comes_back_from_json_and_goes_on_alike() -> None:
     one = Trial(2, 0.25)
     requests = stream(np.random.default_rng(4), 0.1, share=0.25)
     ended(one, requests, 20, CONFIG)
-    other = Trial.from_dict(json.loads(json.dumps(one.to_dict())))
+    other = restored(Trial, json.loads(json.dumps(asdict(one))))
     assert other == one
     for x, name, is_chosen, allowance in (next(requests) for _ in range(20)):
         for trial in (one, other):

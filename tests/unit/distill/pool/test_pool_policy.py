@@ -4,6 +4,7 @@ misleads."""
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from draftsmith.distill.pool.policy import (
     moves,
     resolved,
 )
+from draftsmith.files import restored
 
 CONFIG = PoolConfig(most=2, requests=4, idle_requests=20)
 
@@ -84,7 +86,7 @@ def test_a_class_that_was_given_up_waits() -> None:
     seen = traffic(*["a"] * 10)
     seen.given_up["a"] = seen.num_seen
     assert moves([], seen, CONFIG) == []
-    back = ClassTraffic.from_dict(json.loads(json.dumps(seen.to_dict())), window=20)
+    back = restored(ClassTraffic, json.loads(json.dumps(asdict(seen)))).widened(20)
     assert back == seen
     for _ in range(20):
         back.observe("a")
@@ -139,58 +141,51 @@ def stands(
             list(differences),
             live,
             [np.array([0.5 + d]) for d in differences.values()],
+            GATE,
             versions=(2, 5),
         )
-        if comparison.is_no_better:
+        if comparison.is_no_better(GATE):
             return look
     return 0
 
 
 def test_a_draft_that_is_no_better_is_found_and_a_better_one_is_kept() -> None:
     generator = np.random.default_rng(0)
-    assert all(
-        stands(ClassComparison(GATE), -0.05, looks=8, generator=generator) for _ in range(30)
-    )
+    assert all(stands(ClassComparison(), -0.05, looks=8, generator=generator) for _ in range(30))
     # As good as the live one is no better.
     assert (
-        sum(
-            stands(ClassComparison(GATE), 0.0, looks=100, generator=generator) > 0
-            for _ in range(20)
-        )
+        sum(stands(ClassComparison(), 0.0, looks=100, generator=generator) > 0 for _ in range(20))
         >= 18
     )
     # Better by twice what counts, over 50 looks each; on the very edge the error is 5 % at every
     # beginning.
     lost = sum(
-        stands(ClassComparison(GATE), 2 * GATE.gain, looks=50, generator=generator) > 0
+        stands(ClassComparison(), 2 * GATE.gain, looks=50, generator=generator) > 0
         for _ in range(60)
     )
     assert lost <= 0.05 * 60
 
 
 def test_a_request_that_says_nothing_is_looked_at_once_and_moves_nothing() -> None:
-    comparison = ClassComparison(GATE)
+    comparison = ClassComparison()
     comparison.look(
         [f"r{number}" for number in range(20)],
         [np.zeros(0)] * 20,
         [np.zeros(0)] * 20,
+        GATE,
         versions=(1, 1),
     )
     assert (
         len(comparison.window) == 20
-        and not comparison.is_no_better
+        and not comparison.is_no_better(GATE)
         and comparison.no_better.value <= 1
     )
 
 
 def test_a_draft_that_was_better_for_long_is_still_found_to_be_no_better_now() -> None:
     generator = np.random.default_rng(1)
-    comparison = ClassComparison(GATE)
+    comparison = ClassComparison()
     assert stands(comparison, 0.05, looks=100, generator=generator) == 0
-    saved = ClassComparison.from_dict(json.loads(json.dumps(comparison.to_dict())), GATE)
-    assert (
-        saved.no_better == comparison.no_better
-        and saved.versions == comparison.versions
-        and saved.window == comparison.window
-    )
+    saved = restored(ClassComparison, json.loads(json.dumps(asdict(comparison))))
+    assert saved == comparison
     assert 0 < stands(saved, -0.03, looks=40, generator=generator) < 20
