@@ -31,7 +31,7 @@ from draftsmith.train.data.mixture import Mixture, describe, read_mixture
 from draftsmith.train.evaluate.measured import Figures, HeldOut
 from draftsmith.train.objective.outline import load_outline
 from draftsmith.train.objective.prompt_logprobs import LogprobServer, PromptLogprobs
-from draftsmith.train.objective.stored_teacher import DistributionSource, mixture_source
+from draftsmith.train.objective.stored_teacher import DistributionSource, stored_source
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.objective.unrolled_loss import recompute_mlps
 from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
@@ -150,7 +150,8 @@ def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -
         return PromptLogprobs(server, target.vocab_size, config.target_logprobs)
     if config.teacher == "live":
         return LiveSource(target)
-    source = mixture_source(target, corpus, taps)
+    records = {folder.path: one.provenance for folder, one in zip(corpus.folders, corpus.corpora)}
+    source = stored_source(target, records, taps)
     if isinstance(source, DistributionSource):
         resolve.check_stored_sparse(config)
     return source

@@ -215,19 +215,19 @@ class StatesOf:
 
 
 class StoredTaps:
-    """Stored states of a whole data folder. A token is found by its index among all tokens of the
-    folder."""
+    """Stored states of whole data folders. A token is found by its index among all tokens of the
+    folders."""
 
-    def __init__(self, folder: Path, *, revision: str):
-        parts = sorted(folder.glob("part-*.parquet"))
+    def __init__(self, folders: Sequence[Path], *, revision: str):
+        parts = [part for folder in folders for part in sorted(folder.glob("part-*.parquet"))]
         missing = [part for part in parts if not tap_file(part).is_file()]
         if missing:
             raise UserError(
-                f"data {str(folder)!r} has no {tap_file(missing[0]).name}; finish draftsmith "
-                "generate --store-taps, or train "
-                "with --teacher live"
+                f"data {str(missing[0].parent)!r} has no {tap_file(missing[0]).name}; finish "
+                "draftsmith generate --store-taps, or train with --teacher live"
             )
         self.files = [StatesOf(tap_file(part)) for part in parts]
+        self.taps = self.files[0].taps
         for file, part in zip(self.files, parts, strict=True):
             if not file.is_of(part, revision=revision):
                 raise UserError(
@@ -235,7 +235,12 @@ class StoredTaps:
                     "weights than this target's; delete "
                     "them and run draftsmith generate --store-taps again"
                 )
-        self.taps = self.files[0].taps
+            if file.taps != self.taps:
+                raise UserError(
+                    f"data {str(part.parent)!r} stores taps {', '.join(map(str, file.taps))} and "
+                    f"{str(parts[0].parent)!r} {', '.join(map(str, self.taps))}; store the same in "
+                    "both"
+                )
         # The tokens of all texts before and up to each, and where each file's texts begin.
         sizes = [np.diff(file.ends.numpy(), prepend=0) for file in self.files]
         self._text_ends = np.concatenate(sizes).cumsum()

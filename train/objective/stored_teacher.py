@@ -3,10 +3,9 @@ target runs only for what was not stored."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow.compute as pc
@@ -20,37 +19,35 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.fused import TargetLogits
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.train.data.dataset import Lists, load_rows
-from draftsmith.train.data.mixture import Mixture
 from draftsmith.train.data.stored_taps import StoredTaps
 from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource, logits_at
 
 COLUMNS = ("loss_mask", "top_ids", "top_logprobs", "tail")
 
 
-def open_store(
-    target: Target, folder: str | Path, provenance: dict[str, Any]
-) -> StoredTaps | StoredDistributions:
-    """Stored signals of a folder: taps where it has them, else distributions."""
-    if any(Path(folder).glob("taps-*.safetensors")):
-        return StoredTaps(Path(folder), revision=target.revision)
-    return StoredDistributions(Path(folder), provenance=provenance, revision=target.revision)
-
-
-def source_over(
-    target: Target, store: StatesByToken | DistributionsByToken, taps: tuple[int, ...]
+def stored_source(
+    target: Target, provenance: Mapping[str, dict[str, Any]], taps: tuple[int, ...]
 ) -> TargetSource:
-    if isinstance(store, StatesByToken):
-        return TapSource(target, store, taps)
-    return DistributionSource(target, store)
-
-
-@runtime_checkable
-class StatesByToken(Protocol):
-    taps: tuple[int, ...]
-
-    def read(self, token_index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Taps and final states of tokens of one text, as `StoredTaps.read`."""
-        ...
+    """Source over data folders with their provenance by path, which must all store the same: taps,
+    which give everything, or distributions, which leave taps to the target's body."""
+    folders = [Path(path) for path in provenance]
+    named = ", ".join(map(repr, provenance))
+    tapped = [any(folder.glob("taps-*.safetensors")) for folder in folders]
+    if all(tapped):
+        return TapSource(target, StoredTaps(folders, revision=target.revision), taps)
+    if any(tapped):
+        raise UserError(
+            f"some of the folders {named} store taps and others distributions; store the same in "
+            "all, or train with --teacher live"
+        )
+    stored = StoredDistributions(provenance, revision=target.revision)
+    sizes = [record.get("top_logprobs") for record in provenance.values()]
+    if len(set(sizes)) > 1:
+        raise UserError(
+            f"the folders {named} store {', '.join(map(str, sizes))} likeliest tokens; store as "
+            "many in all, or train with --teacher live"
+        )
+    return DistributionSource(target, stored)
 
 
 class DistributionsByToken(Protocol):
@@ -63,7 +60,7 @@ class TapSource:
     """Distributions by the target's own head over stored states. `taps` are those that will be
     asked for."""
 
-    def __init__(self, target: Target, stored: StatesByToken, taps: tuple[int, ...]):
+    def __init__(self, target: Target, stored: StoredTaps, taps: tuple[int, ...]):
         self.live, self.stored = LiveSource(target), stored
         missing = [tap for tap in taps if tap != FINAL and tap not in stored.taps]
         if missing:
@@ -129,23 +126,28 @@ class DistributionSource:
 
 
 class StoredDistributions:
-    """Stored top tokens of a data folder. A token is found by its index among all tokens of the
-    folder."""
+    """Stored top tokens of data folders with their provenance by path. A token is found by its
+    index among all tokens of the folders."""
 
-    def __init__(self, folder: Path, *, provenance: dict[str, Any], revision: str):
-        rows = load_rows(folder)
-        if any(name not in rows.column_names for name in COLUMNS):
-            raise UserError(
-                f"data {str(folder)!r} holds neither distributions nor taps of the target; "
-                "generate it with --top-logprobs 64 or "
-                "--store-taps, or train with --teacher live"
-            )
-        if provenance.get("target_revision") != revision:
-            raise UserError(
-                f"data {str(folder)!r} holds the distributions of other weights than this "
-                "target's; train with --teacher live"
-            )
-        self.rows = rows.with_format("arrow", columns=list(COLUMNS))
+    def __init__(self, provenance: Mapping[str, dict[str, Any]], *, revision: str):
+        # Late: its import takes a second.
+        from datasets import concatenate_datasets
+
+        parts = []
+        for folder, record in provenance.items():
+            rows = load_rows(Path(folder))
+            if any(name not in rows.column_names for name in COLUMNS):
+                raise UserError(
+                    f"data {folder!r} holds neither distributions nor taps of the target; generate "
+                    "it with --top-logprobs 64 or --store-taps, or train with --teacher live"
+                )
+            if record.get("target_revision") != revision:
+                raise UserError(
+                    f"data {folder!r} holds the distributions of other weights than this target's; "
+                    "train with --teacher live"
+                )
+            parts.append(rows.select_columns(list(COLUMNS)))
+        self.rows = concatenate_datasets(parts).with_format("arrow")
         sizes = [Lists(table["loss_mask"]).lengths for table in self.rows.iter(batch_size=1000)]
         self.ends = np.concatenate(sizes).cumsum()
 
@@ -189,74 +191,3 @@ class StoredDistributions:
             torch.from_numpy(logprobs.copy()),
             torch.from_numpy(tail.copy()),
         )
-
-
-def mixture_source(target: Target, mixture: Mixture, taps: tuple[int, ...]) -> TargetSource:
-    """Source over the folders of a mixture, which must all store the same."""
-    paths = [folder.path for folder in mixture.folders]
-    records = [corpus.provenance for corpus in mixture.corpora]
-    stores = [open_store(target, path, record) for path, record in zip(paths, records)]
-    sizes = [record.get("top_logprobs") for record in records]
-    if len(set(sizes)) > 1 and isinstance(stores[0], StoredDistributions):
-        raise UserError(
-            f"the folders {', '.join(map(repr, paths))} store {', '.join(map(str, sizes))} "
-            "likeliest tokens; store as many in all, or train with --teacher live"
-        )
-    return source_over(target, joined(stores, paths, mixture.train.first_tokens), taps)
-
-
-def joined(
-    stores: Sequence[StoredTaps | StoredDistributions],
-    paths: Sequence[str],
-    first_tokens: Sequence[int],
-) -> StatesByToken | DistributionsByToken:
-    if len(stores) == 1:
-        return stores[0]
-    states = [store for store in stores if isinstance(store, StoredTaps)]
-    others = [store for store in stores if isinstance(store, StoredDistributions)]
-    if states and others:
-        raise UserError(
-            f"some of the folders {', '.join(map(repr, paths))} store taps and others "
-            "distributions; store the same in all, or train with --teacher live"
-        )
-    if states:
-        return JoinedTaps(states, paths, first_tokens)
-    return JoinedDistributions(others, first_tokens)
-
-
-class JoinedTaps:
-    """Taps of several data folders, as if one held them. A token's index counts the tokens of the
-    folders before its own."""
-
-    def __init__(
-        self, stores: Sequence[StoredTaps], paths: Sequence[str], first_tokens: Sequence[int]
-    ):
-        self.stores, self.first_tokens = stores, first_tokens
-        self.taps = stores[0].taps
-        for store, path in zip(stores, paths):
-            if store.taps != self.taps:
-                raise UserError(
-                    f"data {path!r} stores taps {', '.join(map(str, store.taps))} and "
-                    f"{paths[0]!r} {', '.join(map(str, self.taps))}; store the same in both"
-                )
-
-    def read(self, token_index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        folder = bisect_right(self.first_tokens, token_index) - 1
-        return self.stores[folder].read(token_index - self.first_tokens[folder], length)
-
-
-class JoinedDistributions:
-    def __init__(self, stores: Sequence[StoredDistributions], first_tokens: Sequence[int]):
-        self.stores, self.first_tokens = stores, torch.tensor(first_tokens)
-
-    def read(self, token_index: torch.Tensor) -> TopProbs:
-        wanted = token_index.cpu()
-        folders = torch.searchsorted(self.first_tokens, wanted, right=True) - 1
-        parts, order = [], []
-        for folder in folders.unique().tolist():
-            chosen = (folders == folder).nonzero()[:, 0]
-            parts.append(self.stores[folder].read(wanted[chosen] - self.first_tokens[folder]))
-            order.append(chosen)
-        back = torch.cat(order).argsort()
-        columns = zip(*parts, strict=True)
-        return TopProbs(*(torch.cat(one)[back].to(token_index.device) for one in columns))

@@ -29,16 +29,14 @@ from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
 from draftsmith.train.data.batches import pack
 from draftsmith.train.data.dataset import Corpus, read_corpus
-from draftsmith.train.data.mixture import read_mixture
+from draftsmith.train.data.mixture import Mixture, read_mixture
 from draftsmith.train.data.stored_taps import LARGEST_FP8, tap_file
 from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.stored_teacher import (
     DistributionSource,
     TapSource,
-    mixture_source,
-    open_store,
-    source_over,
 )
+from draftsmith.train.objective.stored_teacher import stored_source as source_of_folders
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.objective.unrolled_loss import UnrolledLoss, unrolled_loss
 
@@ -48,9 +46,14 @@ TAPS = (1, 2, 3)
 def stored_source(
     target: Target, folder: str | Path, provenance: dict[str, Any], taps: tuple[int, ...]
 ) -> TargetSource:
-    """Source over a data folder. Stored taps give everything; stored distributions leave the taps
-    to the target's body."""
-    return source_over(target, open_store(target, folder, provenance), taps)
+    """Source over one data folder."""
+    return source_of_folders(target, {str(folder): provenance}, taps)
+
+
+def source_of(target: Target, mixture: Mixture) -> TargetSource:
+    """Source over all folders of a mixture."""
+    pairs = zip(mixture.folders, mixture.corpora, strict=True)
+    return source_of_folders(target, {one.path: corpus.provenance for one, corpus in pairs}, TAPS)
 
 
 def store(target: Target, out: Path, **options: Any) -> Path:
@@ -337,7 +340,7 @@ def test_stores_of_several_folders_are_read_as_one(target, stored, store, tmp_pa
     other = stored(**few, seed=1).rename(tmp_path / "other")
     folders = [str(one), str(other)]
     mixture = read_mixture(folders, target, max_length=64, held_out_share=0.0)
-    joined_source = mixture_source(target, mixture, TAPS)
+    joined_source = source_of(target, mixture)
     first = len(mixture.corpora[0].train)
     together = loss(
         target, joined_source, pack(mixture.train.__getitems__([[first + 2], [1], [first]]))
@@ -359,4 +362,4 @@ def test_folders_that_store_different_things_are_refused(target, stored, shared)
             [str(path) for path in folders], target, max_length=64, held_out_share=0.0
         )
         with pytest.raises(UserError, match=said):
-            mixture_source(target, mixture, TAPS)
+            source_of(target, mixture)
