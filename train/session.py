@@ -30,7 +30,7 @@ from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.mixture import Mixture, describe, read_mixture
 from draftsmith.train.evaluate.measured import Figures, HeldOut
 from draftsmith.train.objective.outline import load_outline
-from draftsmith.train.objective.prompt_logprobs import LogprobServer, PromptLogprobs
+from draftsmith.train.objective.prompt_logprobs import PatientServer, PromptLogprobs
 from draftsmith.train.objective.stored_teacher import DistributionSource, stored_source
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.objective.unrolled_loss import recompute_mlps
@@ -146,7 +146,7 @@ def older_drafter(init: str, family: str, target: Target) -> TrainedDrafter:
 def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -> TargetSource:
     target, corpus = material.target, material.corpus
     if config.target_server is not None:
-        server = LogprobServer(config.target_server)
+        server = PatientServer(config.target_server, "target_server")
         return PromptLogprobs(server, target.vocab_size, config.target_logprobs)
     if config.teacher == "live":
         return LiveSource(target)

@@ -4,18 +4,15 @@ prompts hold their answers."""
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple, Protocol
 
-import httpx
-
 from draftsmith.chat_answers import ChatAnswers
-from draftsmith.client import bearer
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.prompts import Prompt, way_of
 from draftsmith.errors import UserError
+from draftsmith.train.objective.prompt_logprobs import COMPLETIONS_PATH, PatientServer
 
 
 class WrittenAnswer(NamedTuple):
@@ -93,10 +90,6 @@ def seed_of(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "big") >> 1
 
 
-MAX_TRIES = 6
-FIRST_PAUSE_S = 0.5  # doubled after every try
-TIMEOUT_S = 600.0
-BUSY = {408, 409, 425, 429, 500, 502, 503, 504}
 # Servers keep seeds in different integers; all hold this many bits.
 SEED_BITS = 31
 
@@ -104,32 +97,11 @@ SEED_BITS = 31
 class ServerWriter:
     """Writer that keeps `batch` requests under way: the next one leaves when an answer arrives."""
 
-    def __init__(
-        self,
-        config: GenerateOptions,
-        form: ChatAnswers,
-        *,
-        transport: httpx.BaseTransport | None = None,
-        pause_s: float = FIRST_PAUSE_S,
-    ):
-        self.config, self.form, self.pause_s = config, form, pause_s
-        self.base = (config.url or "").rstrip("/").removesuffix("/v1")
-        limits = httpx.Limits(max_connections=config.batch)
-        self.http = httpx.Client(
-            base_url=self.base,
-            headers=bearer(config.api_key),
-            timeout=TIMEOUT_S,
-            limits=limits,
-            transport=transport,
-        )
-        self.model = config.model or self._first_model()
-
-    def _first_model(self) -> str:
-        listed = self._ask("GET", "/v1/models", None)
-        try:
-            return str(listed["data"][0]["id"])
-        except (KeyError, IndexError, TypeError) as error:
-            raise UserError(f"{self.base} lists no model; give --model") from error
+    def __init__(self, config: GenerateOptions, form: ChatAnswers, **waiting: Any):
+        """`waiting`: as of `PatientServer`."""
+        self.config, self.form = config, form
+        self.server = PatientServer(config.url or "", "url", api_key=config.api_key, **waiting)
+        self.model = config.model or self.server.first_model()
 
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
         pool = ThreadPoolExecutor(self.config.batch)
@@ -159,7 +131,7 @@ class ServerWriter:
             body["stop_token_ids"] = list(prompt.ends)
         if self.config.top_k:
             body["top_k"] = self.config.top_k
-        answered = self._ask("POST", "/v1/completions", body)
+        answered = self.server.ask("POST", COMPLETIONS_PATH, body)
         try:
             choice = answered["choices"][0]
             ids = choice.get("token_ids")
@@ -170,7 +142,7 @@ class ServerWriter:
             )
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(
-                f"{self.base} answers no completion ({str(answered)[:200]}); is it "
+                f"{self.server.base} answers no completion ({str(answered)[:200]}); is it "
                 "OpenAI-compatible?"
             ) from error
 
@@ -180,28 +152,7 @@ class ServerWriter:
         ids = self.form.exact(text)
         if ids is None:
             raise UserError(
-                f"{self.base} gives no token ids, and the target's tokenizer does not give back "
-                f"its text {text[:60]!r}; use a "
-                "server with return_token_ids, such as vLLM"
+                f"{self.server.base} gives no token ids, and the target's tokenizer does not give "
+                f"back its text {text[:60]!r}; use a server with return_token_ids, such as vLLM"
             )
         return [*ids, *self.form.end_behind(prompt.ids)] if reason == "stop" else ids
-
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        """Response of the server. Retries when it is busy or away, and raises a `UserError` when it
-        stays so."""
-        for attempt in range(MAX_TRIES):
-            try:
-                response = self.http.request(method, path, json=body)
-                if response.status_code == 200:
-                    return response.json()
-                wrong = f"status {response.status_code}: {response.text[:200]}"
-                if response.status_code not in BUSY:
-                    break
-            except (httpx.HTTPError, ValueError) as error:
-                wrong = repr(error)
-            if attempt + 1 < MAX_TRIES:
-                time.sleep(self.pause_s * 2**attempt)
-        raise UserError(
-            f"{self.base} does not answer {path} ({wrong}); mend that and run the same command to "
-            "go on"
-        )

@@ -23,7 +23,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
-from draftsmith.train.objective.prompt_logprobs import LogprobServer, PromptLogprobs
+from draftsmith.train.objective.prompt_logprobs import PatientServer, PromptLogprobs
 from scripts.paths import ROOT
 from tests.e2e.test_audit_vllm import vllm_server
 from tests.e2e.workshop import draftsmith, texts
@@ -133,7 +133,7 @@ def test_likeliest_tokens_are_the_targets(place: Place) -> None:
     chosen = [torch.tensor([*prompt, *answer]) for prompt, answer in texts(place.folder)[:8]]
     ids = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
     mask = (torch.arange(ids.shape[1]) < torch.tensor([[len(one)] for one in chosen])).long()
-    source = PromptLogprobs(LogprobServer(place.url), target.vocab_size, TOP)
+    source = PromptLogprobs(PatientServer(place.url, "target_server"), target.vocab_size, TOP)
     rows, columns = mask.bool().nonzero(as_tuple=True)
     text = TextBatch(input_ids=ids, attention_mask=mask, weights=mask.float())
     found = source.read(text, ()).distributions(rows, columns + 1)
@@ -181,7 +181,7 @@ def test_what_vllm_refuses_is_told_with_its_mend(place: Place, settings: TrainCo
     ):
         with pytest.raises(UserError, match=says):
             run(replace(one, **changes))
-    logprobs = PromptLogprobs(LogprobServer(place.url), 4096, TOP)
+    logprobs = PromptLogprobs(PatientServer(place.url, "target_server"), 4096, TOP)
     for length in (MAX_MODEL_LEN, MAX_MODEL_LEN + 1):
         ids = torch.full((1, length), 7)
         with pytest.raises(UserError, match=r"give a max_length below its --max-model-len"):
@@ -198,4 +198,4 @@ def test_what_vllm_refuses_is_told_with_its_mend(place: Place, settings: TrainCo
 def test_another_key_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTSMITH_API_KEY", "other")
     with pytest.raises(UserError, match="asks for another API key; set DRAFTSMITH_API_KEY"):
-        PromptLogprobs(LogprobServer(place.url), 4096, TOP)
+        PromptLogprobs(PatientServer(place.url, "target_server"), 4096, TOP)

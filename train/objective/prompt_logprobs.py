@@ -32,7 +32,7 @@ COMPLETIONS_PATH = "/v1/completions"
 MODELS_PATH = "/v1/models"
 AT_ONCE = 32  # requests; the server batches them
 # A server that says 500 may be ending, as vLLM does without its engine.
-AWAY = (429, 500, 502, 503, 504)
+AWAY = (408, 409, 425, 429, 500, 502, 503, 504)
 CONNECT_S = 10.0
 READ_S = 600.0  # a pass over long texts, behind those of others
 WAIT_S = 120.0  # for a server that is away
@@ -41,32 +41,50 @@ LONGEST_PAUSE_S = 10.0
 GO_ON = "start it, then the same command again, which goes on from what it saved"
 
 
-class LogprobServer:
-    """Kept connections to one server. May be used by several threads."""
+class PatientServer:
+    """Kept connections to one server, which is waited for while it is away. May be used by several
+    threads. `option` names the URL."""
 
     def __init__(
-        self, url: str, *, wait_s: float = WAIT_S, transport: httpx.BaseTransport | None = None
+        self,
+        url: str,
+        option: str,
+        *,
+        api_key: str | None = None,
+        wait_s: float = WAIT_S,
+        pause_s: float = FIRST_PAUSE_S,
+        transport: httpx.BaseTransport | None = None,
     ):
         self.base = url.rstrip("/").removesuffix("/v1")
-        self.wait_s = wait_s
+        self.wait_s, self.pause_s = wait_s, pause_s
         try:
             self.http = httpx.Client(
                 base_url=self.base,
-                headers=bearer(None),
+                headers=bearer(api_key),
                 timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
+                limits=httpx.Limits(max_connections=None),
                 transport=transport,
             )
         except httpx.InvalidURL as error:
             raise UserError(
-                f"option 'target_server' is {url!r}, no URL ({error}); give one such as "
-                "http://HOST:8000"
+                f"option {option!r} is {url!r}, no URL ({error}); give one such as http://HOST:8000"
+            ) from error
+
+    def first_model(self) -> str:
+        """Name of the model that the server lists first."""
+        listed = self.ask("GET", MODELS_PATH)
+        try:
+            return str(listed["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise UserError(
+                f"server {self.base} lists no model at {MODELS_PATH}; check the URL"
             ) from error
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """JSON of the answer, for which it asks until there is one, for `wait_s` at most from the
         first failure."""
         failed_s: float | None = None
-        pause_s = FIRST_PAUSE_S
+        pause_s = self.pause_s
         while True:
             try:
                 return self._once(method, path, body)
@@ -76,7 +94,7 @@ class LogprobServer:
                 if now_s - failed_s + pause_s > self.wait_s or is_no_url(error):
                     reason = str(error).strip() or type(error).__name__
                     raise UserError(
-                        f"target server {self.base} does not answer ({reason}); {GO_ON}"
+                        f"server {self.base} does not answer ({reason}); {GO_ON}"
                     ) from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -88,18 +106,16 @@ class LogprobServer:
         if response.status_code in AWAY:
             raise Away(message_of(response))
         if response.status_code == 401:
-            raise UserError(
-                f"target server {self.base} asks for another API key; set {VARIABLE} to it"
-            )
+            raise UserError(f"server {self.base} asks for another API key; set {VARIABLE} to it")
         if response.status_code != 200:
             raise Refused(
-                f"target server {self.base} refuses: {message_of(response)}", response.status_code
+                f"server {self.base} refuses: {message_of(response)}", response.status_code
             )
         try:
             return response.json()
         except ValueError as error:
             raise UserError(
-                f"target server {self.base} gives an answer that is no JSON ({error}); check that "
+                f"server {self.base} gives an answer that is no JSON ({error}); check that "
                 "nothing between changes it"
             ) from error
 
@@ -125,25 +141,19 @@ def message_of(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"status {response.status_code}"
+        return f"status {response.status_code}: {response.text[:200]}"
 
 
 class PromptLogprobs:
     """Source of the `top` likeliest tokens and their tail mass, one request a text. `vocab_size` is
     the target's. Nothing is known after the last token of a text: all mass is in the tail there."""
 
-    def __init__(self, server: LogprobServer, vocab_size: int, top: int):
+    def __init__(self, server: PatientServer, vocab_size: int, top: int):
         self.server, self.vocab_size, self.top = server, vocab_size, top
         self._room = threading.BoundedSemaphore(AT_ONCE)
         self._coming: deque[TextBatch] = deque()
         self._ahead: tuple[list[list[int]], Future[TopProbs]] | None = None
-        listed = server.ask("GET", MODELS_PATH)
-        try:
-            self.model = str(listed["data"][0]["id"])
-        except (KeyError, IndexError, TypeError) as error:
-            raise UserError(
-                f"target server {server.base} lists no model at {MODELS_PATH}; check the URL"
-            ) from error
+        self.model = server.first_model()
 
     def announce(self, batches: Iterable[TextBatch]) -> None:
         """Batches from the next one on; those announced before are forgotten."""

@@ -15,7 +15,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import TopProbs, top_probs
 from draftsmith.train.objective import prompt_logprobs
-from draftsmith.train.objective.prompt_logprobs import AWAY, LogprobServer, PromptLogprobs, Refused
+from draftsmith.train.objective.prompt_logprobs import AWAY, PatientServer, PromptLogprobs, Refused
 from tests.vllm_stand_in import StandIn
 
 VOCAB = 288
@@ -35,7 +35,7 @@ Answers = Callable[[httpx.Request], httpx.Response]
 
 
 def source(answers: Answers, top: int = 4, vocab_size: int = VOCAB) -> PromptLogprobs:
-    server = LogprobServer("http://vllm", transport=httpx.MockTransport(answers))
+    server = PatientServer("http://vllm", "target_server", transport=httpx.MockTransport(answers))
     return PromptLogprobs(server, vocab_size, top)
 
 
@@ -219,13 +219,13 @@ def test_what_waiting_does_not_mend_is_said_at_once(
 @pytest.mark.parametrize(
     "url, says",
     [
-        ("ftp://host", r"target server ftp://host does not answer \(.*protocol"),
-        ("host", r"target server host does not answer \(.*protocol"),
+        ("ftp://host", r"server ftp://host does not answer \(.*protocol"),
+        ("host", r"server host does not answer \(.*protocol"),
         ("http://host:port", r"option 'target_server' is 'http://host:port', no URL \(.*port"),
-        ("", r"target server  does not answer \(.*protocol"),
+        ("", r"server  does not answer \(.*protocol"),
     ],
 )
 def test_what_is_no_url_is_refused_at_once(url: str, says: str, pauses: list[float]) -> None:
     with pytest.raises(UserError, match=says):
-        PromptLogprobs(LogprobServer(url), VOCAB, 4)
+        PromptLogprobs(PatientServer(url, "target_server"), VOCAB, 4)
     assert not pauses
