@@ -312,14 +312,12 @@ def show(
 ) -> None:
     """Print the tables."""
     evaluations = [one.whole for one in found]
-    print(table(evaluations))
-    if any(len(evaluation.by_context) > 1 for evaluation in evaluations):
-        print(context_table(evaluations))
-    by_source = "\n".join(source_table("task" if is_given(config) else "folder", found))
-    if is_given(config) or len(folders_of(config.data)) > 1:
-        print(by_source)
+    by_source = source_table("task" if is_given(config) else "folder", found)
+    print("\n".join([by_source, *notes(evaluations)]))
     if config.markdown is not None:
         write_text(config.markdown, f"{by_source}\n")
+    if any(len(evaluation.by_context) > 1 for evaluation in evaluations):
+        print(context_table(evaluations))
     if trees:
         print(tree_table(trees))
     if cost is not None:
@@ -369,69 +367,68 @@ def other_figures(config: EvalConfig) -> list[dict[str, Any]]:
     ]
 
 
-def table(evaluations: list[Evaluation]) -> str:
-    depth = max(len(evaluation.alpha) for evaluation in evaluations)
-    lines = [
-        f"{'T':>4}  {'tau':<20}"
-        + "".join(f"{f'alpha_{at + 1}':<20}" for at in range(depth))
-        + "tokens"
+def notes(evaluations: list[Evaluation]) -> list[str]:
+    """Lines below the table: what its figures hold for, and the draft's calibration."""
+    is_sampled = any(one.temperature > 0 for one in evaluations)
+    return [
+        *([DRAFTS[evaluations[0].draft_sampling]] if is_sampled else []),
+        *(
+            f"confidence at T={one.temperature:g}: expected calibration error {one.calibration:.3f}"
+            for one in evaluations
+            if one.calibration is not None
+        ),
     ]
-    for evaluation in evaluations:
-        cells = [_cell(evaluation.tau, 2), *(_cell(estimate, 3) for estimate in evaluation.alpha)]
-        lines.append(
-            f"{evaluation.temperature:>4g}  "
-            + "".join(f"{cell:<20}" for cell in cells)
-            + str(evaluation.tokens)
-        )
-    if any(one.temperature > 0 for one in evaluations):
-        lines.append(DRAFTS[evaluations[0].draft_sampling])
-    for evaluation in evaluations:
-        if evaluation.calibration is not None:
-            lines.append(
-                f"confidence at T={evaluation.temperature:g}: expected calibration error "
-                f"{evaluation.calibration:.3f}"
-            )
-    return "\n".join(lines)
 
 
 def context_table(evaluations: list[Evaluation]) -> str:
     """tau and alpha_1 of the rounds that begin in each bucket of context lengths."""
-    lines = [f"{'T':>4}  {'context':<12}{'tau':<20}{'alpha_1':<20}{'documents':>9}  {'rounds':>8}"]
-    lines += [
-        f"{evaluation.temperature:>4g}  {label_of(bucket_of(one.begin)):<12}{_cell(one.tau, 2):<20}"
-        f"{_cell(one.alpha[0], 3):<20}{one.documents:>9}  {one.rounds:>8.0f}"
+    rows = [
+        (
+            f"{evaluation.temperature:g}",
+            label_of(bucket_of(one.begin)),
+            _cell(one.tau, 2),
+            _cell(one.alpha[0], 3),
+            str(one.documents),
+            f"{one.rounds:.0f}",
+        )
         for evaluation in evaluations
         for one in evaluation.by_context
     ]
-    return "\n".join(lines)
+    head = ("T", "context", "tau", "alpha_1", "documents", "rounds")
+    return "\n".join(markdown_table(head, rows))
 
 
-def source_table(source: str, found: list[OfFolders]) -> list[str]:
-    """Rows by folder or task, and of all of them, in Markdown."""
+def source_table(source: str, found: list[OfFolders]) -> str:
+    """Rows of all texts, and by folder or task where there are several."""
     rows = [
         (
             f"{own.temperature:g}",
             name,
-            str(own.documents),
-            str(own.tokens),
-            *(_cell(one, 2) for one in (own.tau, *own.alpha)),
+            *map(str, (own.documents, own.tokens)),
+            _cell(own.tau, 2),
+            *(_cell(alpha, 3) for alpha in own.alpha),
         )
         for one in found
         for name, own in (*one.by_folder.items(), ("all", one.whole))
+        if name == "all" or len(one.by_folder) > 1
     ]
     depths = (f"alpha_{at}" for at in range(1, len(found[0].whole.alpha) + 1))
-    return markdown_table(("T", source, "prompts", "tokens", "tau", *depths), rows)
+    head = ("T", source, "prompts", "tokens", "tau", *depths)
+    return "\n".join(markdown_table(head, rows))
 
 
 def tree_table(trees: list[TreeTau]) -> str:
-    wide = max(len("tree"), *(len(one.tree) for one in trees))
-    lines = [f"{'T':>4}  {'tree':<{wide}}  {'nodes':>5}  {'depth':>5}  {'tau':<20}rounds"]
-    lines += [
-        f"{one.temperature:>4g}  {one.tree:<{wide}}  {one.nodes:>5}  {one.depth:>5}  "
-        f"{_cell(one.tau, 2):<20}{one.rounds}"
+    rows = [
+        (
+            f"{one.temperature:g}",
+            one.tree,
+            *map(str, (one.nodes, one.depth)),
+            _cell(one.tau, 2),
+            str(one.rounds),
+        )
         for one in trees
     ]
-    return "\n".join(lines)
+    return "\n".join(markdown_table(("T", "tree", "nodes", "depth", "tau", "rounds"), rows))
 
 
 def _cell(estimate: Any, digits: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from draftsmith.drafters.checkpoint import RECORD, draft_sampling_of
+from draftsmith.files import markdown_table
 from draftsmith.train.export.gguf import DRAFT, TARGET
 from draftsmith.train.export.openvino import TARGET as BESIDE
 from draftsmith.train.export.serving import (
@@ -127,7 +128,7 @@ def measured(found: list[dict[str, Any]]) -> str:
         *(f"alpha_{i + 1}" for i in range(k)),
         "tokens",
     ]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for evaluation in found:
         alphas = [*evaluation["alpha"], *[None] * (k - len(evaluation["alpha"]))]
         taus = [interval(evaluation["tau"])]
@@ -149,7 +150,7 @@ def measured(found: list[dict[str, Any]]) -> str:
     )
     if decoded:
         explanation += " Decoded: counted in lossless decoding of held-out prompts."
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n" + explanation
+    return "\n".join([*markdown_table(head, rows), "", explanation])
 
 
 def by_task(found: Sequence[dict[str, Any]]) -> list[str]:
@@ -159,11 +160,11 @@ def by_task(found: Sequence[dict[str, Any]]) -> list[str]:
     if not tasks:
         return []
     head = ["prompts", *(f"tau, temperature {temperature}" for temperature in parts)]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for task in tasks:
         taus = [interval(part[task]["tau"]) if task in part else "-" for part in parts.values()]
         rows.append([Path(task).name, *taus])
-    return ["\n".join(f"| {' | '.join(row)} |" for row in rows)]
+    return ["\n".join(markdown_table(head, rows))]
 
 
 def interval(tau: dict[str, float]) -> str:
