@@ -54,13 +54,34 @@ def tensor_names(folder: Path) -> set[str]:
         weight_files(folder)  # for what it refuses
         return set(files.read_json(folder / INDEX, "weight index")["weight_map"])
     for path in weight_files(folder):
-        names |= _read(path, lambda file: set(_pickled_tensors(file)), _stored_names)
+        names |= stored_tensors(path).keys()
     return names
 
 
-def _stored_names(path: Path) -> set[str]:
+class TensorInfo(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def stored_tensors(path: Path) -> dict[str, TensorInfo]:
+    """Tensors of a file by name; of safetensors its header alone is read."""
+    return _read(path, _pickled_infos, _stored_infos)
+
+
+def _stored_infos(path: Path) -> dict[str, TensorInfo]:
     with safe_open(path, framework="pt") as file:
-        return set(file.keys())
+        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        return {
+            name: TensorInfo(one.get_dtype(), tuple(one.get_shape())) for name, one in found.items()
+        }
+
+
+def _pickled_infos(path: Path) -> dict[str, TensorInfo]:
+    found = _pickled_tensors(path)
+    return {name: TensorInfo(str(one.dtype), tuple(one.shape)) for name, one in found.items()}
 
 
 def _read(path: Path, pickled: Callable[[Path], Found], safe: Callable[[Path], Found]) -> Found:
@@ -68,12 +89,10 @@ def _read(path: Path, pickled: Callable[[Path], Found], safe: Callable[[Path], F
         return safe(path) if path.suffix == ".safetensors" else pickled(path)
     except FileNotFoundError as error:
         raise UserError(
-            f"draft weights {str(path)!r} do not exist; check the path or train the draft again"
+            f"weights {str(path)!r} do not exist; check the path, or fetch or save the model again"
         ) from error
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"draft weights {str(path)!r} are damaged ({error}); restore the file"
-        ) from error
+        raise UserError(f"weights {str(path)!r} are damaged ({error}); restore the file") from error
 
 
 def load_pickled(path: Path) -> Any:
@@ -116,7 +135,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        # Floats of eight bits have no test of their own.
+        wide = tensor.float() if tensor.element_size() == 1 else tensor
+        if tensor.is_floating_point() and not torch.isfinite(wide).all():
             raise UserError(
                 f"weight {name!r} of {where!r} holds NaN or infinite values; use an earlier "
                 "version of the draft"

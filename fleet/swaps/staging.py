@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from draftsmith.errors import first_line
-from draftsmith.fleet.swaps.checks import DraftRefused, check_like, tensor_files, tensors_of
+from draftsmith.drafters.weights import read_weights
+from draftsmith.errors import UserError, first_line
+from draftsmith.fleet.swaps.checks import DraftRefused, check_like
 from draftsmith.fleet.swaps.packed import (
     NotSwappable,
     Slots,
@@ -75,7 +76,7 @@ class Staging:
         proposer = self.proposer
         check_like(folder, proposer.folder, is_part=proposer.is_inside_target)
         # All are read, and found finite, before the first is loaded.
-        tensors = dict(tensors_of(folder))
+        tensors = read_weights(folder)
         check_shared(proposer, tensors)
         self._put(tensors)
         slots, served = self.slots(), self.served()
@@ -103,7 +104,7 @@ class Staging:
                 put_plain_buffers(self.model, tensors)
             for module, attributes in saved:
                 check_made(attributes, module)
-        except (DraftRefused, NotSwappable):
+        except (UserError, NotSwappable):
             restore(saved)
             raise
         except Exception as error:
@@ -116,8 +117,7 @@ def check_shared(proposer: SwappedProposer, tensors: Mapping[str, torch.Tensor])
     names = [name for name in tensors if proposer.is_shared(name)]
     if not names or proposer.is_inside_target:
         return
-    files = tensor_files(proposer.folder)
-    served = {name: one for name, one in tensors_of(files[0].parent) if name in names}
+    served = read_weights(proposer.folder)
     for name in names:
         if not torch.equal(tensors[name], served[name]):
             raise DraftRefused(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.errors import first_line
+from draftsmith.errors import UserError, first_line
 from draftsmith.fleet.engine import around, logger
 from draftsmith.fleet.swaps.checks import DraftRefused
 from draftsmith.fleet.swaps.packed import (
@@ -34,7 +34,7 @@ from draftsmith.fleet.swaps.packed import (
 from draftsmith.fleet.swaps.proposer import Snapshot, SwappedProposer, restore, snapshot
 from draftsmith.fleet.swaps.staging import Loaded, Staging, derived, trial
 
-LASTING = (DraftRefused, NotSwappable)
+LASTING = (UserError, NotSwappable)
 
 
 class Swaps:

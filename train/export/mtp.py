@@ -22,7 +22,12 @@ from draftsmith.drafters.heads.mtp_layouts import (
     text_values,
 )
 from draftsmith.drafters.init_from_target import shares_embeddings
-from draftsmith.drafters.weights import read_weights, write_weights
+from draftsmith.drafters.weights import (
+    read_weights,
+    stored_tensors,
+    weight_files,
+    write_weights,
+)
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.train.export.portable import target_table
@@ -30,11 +35,9 @@ from draftsmith.train.export.source import (
     ExportSource,
     check_sees_all,
     copy_tokenizer,
-    file_shapes,
     target_tensor,
     tensor_shapes,
     text_config,
-    weight_files,
     write_config,
 )
 
@@ -325,7 +328,7 @@ def copy_target_weights(target: Path, out: Path, replaces: Callable[[str], bool]
             if file.name not in ("model.safetensors", MODULE_FILE)
             else f"{file.stem}-target.safetensors"
         )
-        names = list(file_shapes(file))
+        names = list(stored_tensors(file))
         kept = [tensor for tensor in names if not replaces(tensor)]
         if len(kept) == len(names):
             shutil.copyfile(file, out / name)

@@ -25,7 +25,7 @@ from draftsmith.drafters.states.medusa import engine_name
 from draftsmith.drafters.states.mlp import Mlp, MlpLstm
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.drafters.vocabulary import check_same_ids
-from draftsmith.drafters.weights import MEDUSA, read_weights, write_weights
+from draftsmith.drafters.weights import MEDUSA, read_weights, weight_files, write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export.source import (
     ExportSource,
@@ -33,7 +33,6 @@ from draftsmith.train.export.source import (
     copy_tokenizer,
     target_tensor,
     text_config,
-    weight_files,
     write_config,
 )
 

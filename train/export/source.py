@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from draftsmith.drafters.checkpoint import locate, one_sentence
 from draftsmith.drafters.draft_shape import windows_in
 from draftsmith.drafters.heads.mtp import READS_FINAL
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.load import adapter_base, build_model, load_config
+from draftsmith.drafters.weights import stored_tensors, weight_files
 from draftsmith.errors import UserError
-from draftsmith.files import read_json
 from draftsmith.train.objective.outline import TargetOutline
 
 
@@ -64,36 +64,21 @@ class ExportSource:
         return self.family == "mtp" and not self.config.get(READS_FINAL)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that the folder's index names, or else all of them."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(read_json(index, "weight index")["weight_map"].values()))
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
-        raise UserError(
-            f"{str(folder)!r} lacks {missing[0] if missing else 'model.safetensors'}; fetch or "
-            "save the model again"
-        )
-    return files
-
-
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all weights, from the file headers alone."""
     return {
-        name: shape for file in weight_files(folder) for name, shape in file_shapes(file).items()
+        name: info.shape
+        for file in weight_files(folder)
+        for name, info in stored_tensors(file).items()
     }
 
 
 def target_tensor(source: ExportSource, ending: str) -> torch.Tensor:
     """The target's tensor of this name, whatever the name of the language model in it."""
     for file in weight_files(source.target):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - not a dict
-                if name.endswith(ending) and "visual" not in name:
+        for name in stored_tensors(file):
+            if name.endswith(ending) and "visual" not in name:
+                with safe_open(file, framework="pt") as weights:
                     return weights.get_tensor(name)
     raise UserError(
         f"{source.target_name!r} has no weight {ending!r}, which engines look for; train an eagle3 "
@@ -104,18 +89,6 @@ def target_tensor(source: ExportSource, ending: str) -> torch.Tensor:
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a config.json, which multimodal models nest."""
     return config.get("text_config", config)
-
-
-def file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(file, framework="pt") as weights:
-            names = weights.keys()
-            return {name: tuple(weights.get_slice(name).get_shape()) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{str(file)!r} is not a readable safetensors file ({error}); restore it from its "
-            "source"
-        ) from error
 
 
 def check_sees_all(source: ExportSource, engine: str) -> None:

@@ -119,7 +119,7 @@ def overflowing(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (nan, "'norm' of .* not finite"),
+        (nan, "'norm' of .* NaN or infinite"),
         (misshapen, "'values.weight'.*F32\\[3, 3\\], of the served draft F32\\[4, 8\\]"),
         (missing, "lacks 'norm'"),
         (unknown, "has 'other.weight'"),
@@ -169,10 +169,10 @@ def other_family(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (truncated, "torn"),
-        (torn, "torn"),
-        (half_uploaded, "lacks 'model-2.safetensors'"),
-        (without_tensors, "no safetensors file"),
+        (truncated, "damaged"),
+        (torn, "damaged"),
+        (half_uploaded, "model-2.safetensors' do not exist"),
+        (without_tensors, "model.safetensors' do not exist"),
         (without_config, "config.json"),
         (other_family, "architectures=\\['Other'\\]"),
     ],
