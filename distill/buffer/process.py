@@ -11,12 +11,11 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import logging
-import struct
-from array import array
+import marshal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -63,16 +62,8 @@ LOGITS = {
     for dtype in COPIED
 }
 DTYPES = {kind: dtype for dtype, (kind, _) in LOGITS.items()}
-KINDS = (NOTHING, ONE_HOT, REDUCED, *DTYPES)
-CODE = {kind: code for code, kind in enumerate(KINDS)}
 NUM_ARRAYS = {NOTHING: 0, ONE_HOT: 0, REDUCED: 3, **dict.fromkeys(DTYPES, 1)}
 BYTES = CODES[np.dtype("u1")]
-# Before the numbers of a message: time of the round, how many numbers follow, kinds of p and q.
-PREFIX = struct.Struct("<d3i")
-# Of each record, before its states' layers and its tokens: round, position, accepted, emitted,
-# last, whether it has p and q, position of its first state; numbers of layers, of tokens of
-# context, drafted and committed; bytes of its head.
-NUM_NUMBERS = 12
 
 
 @dataclass(frozen=True)
@@ -204,7 +195,7 @@ def _reduced(made: ProbArrays | None) -> tuple[str, list[ArrayPart]]:
 def _send(
     ring: Ring, round: RecordedRound, p_kind: str, q_kind: str, parts: list[ArrayPart]
 ) -> bool:
-    head = _head(round, CODE[p_kind], CODE[q_kind])
+    head = _head(round, (p_kind, q_kind))
     taps = [part_of(row.taps.values) for row in round.rows if row.taps is not None]
     parts = [*parts, *taps]
     rooms = [Room(BYTES, len(head), -1, len(head)), *[part.room for part in parts]]
@@ -219,22 +210,13 @@ def _send(
     return True
 
 
-def _head(round: RecordedRound, p_kind: int, q_kind: int) -> bytes:
-    """All of a message but its arrays."""
-    numbers: list[int] = []
-    heads = []
-    for row in round.rows:
-        head, taps = row.head.encoded, row.taps
-        heads.append(head)
-        layers, begin = ((), 0) if taps is None else (taps.layers, taps.begin)
-        context, drafted, committed = row.context, row.drafted, row.committed
-        numbers += (
-            row.round, row.position, row.accepted, row.emitted, row.last, row.place >= 0, begin,
-            len(layers), len(context), len(drafted), len(committed), len(head),
-            *layers, *context, *drafted, *committed,
-        )  # fmt: skip
-    prefix = PREFIX.pack(round.time_s, len(numbers), p_kind, q_kind)
-    return b"".join((prefix, array("i", numbers), *heads))
+def _head(round: RecordedRound, kinds: tuple[str, str]) -> bytes:
+    """All of a message but its arrays: of states, their layers and their first position."""
+    rows = [
+        (row.head.encoded, *row[1:-2], None if row.taps is None else row.taps[:2], row.place)
+        for row in round.rows
+    ]
+    return marshal.dumps((round.time_s, kinds, rows))
 
 
 @lru_cache(maxsize=4096)  # of every record of every running request
@@ -268,47 +250,20 @@ class RecordMessage:
 
 def parse(room: np.ndarray) -> RecordMessage:
     """A message, free of the ring's memory."""
-    message = ring_arrays.parse(room)
-    head, *parts = (values.copy() for values in message.arrays)
-    kinds, round, places = _rows(head.tobytes(), message.number)
-    records = round.records()
-    counts = [len(row.drafted) if row.place >= 0 else 0 for row in round.rows]
+    head, *parts = (values.copy() for values in ring_arrays.parse(room).arrays)
+    time_s, kinds, sent = marshal.loads(head)
     arrays = iter(parts)
-    p, q = (
-        Received(kind, counts, [next(arrays) for _ in range(NUM_ARRAYS[kind])], records)
-        for kind in kinds
-    )
-    for record, (layers, begin) in zip(records, places, strict=True):
-        if layers:
-            record.taps = RecordedTaps(layers, begin, next(arrays))
+    stored = [[next(arrays) for _ in range(NUM_ARRAYS[kind])] for kind in kinds]
+    rows = [
+        RoundRow._make(
+            (_decoded(encoded), *fields, at and RecordedTaps._make((*at, next(arrays))), place)
+        )
+        for encoded, *fields, at, place in sent
+    ]
+    records = [row.record(time_s) for row in rows]
+    counts = [len(row.drafted) if row.place >= 0 else 0 for row in rows]
+    p, q = (Received(kind, counts, own, records) for kind, own in zip(kinds, stored))
     return RecordMessage(records, p, q)
-
-
-def _rows(
-    data: bytes, count: int
-) -> tuple[tuple[str, str], RecordedRound, list[tuple[tuple[int, ...], int]]]:
-    """Kinds of p and q; records; layers and first position of each record's states."""
-    time_s, total, *kinds = PREFIX.unpack_from(data)
-    at = PREFIX.size + 4 * total
-    numbers = array("i", data[PREFIX.size : at]).tolist()
-    rows, places, offset = [], [], 0
-    for _ in range(count):
-        number, position, accepted, emitted, last, probed, begin, *sizes, head_size = numbers[
-            offset : offset + NUM_NUMBERS
-        ]
-        ends = list(accumulate(sizes, initial=offset + NUM_NUMBERS))
-        layers, context, drafted, committed = (numbers[first:end] for first, end in pairwise(ends))
-        offset = ends[-1]
-        head = _decoded(data[at : at + head_size])
-        at += head_size
-        rows.append(
-            RoundRow(
-                head, number, position, context, drafted, accepted, committed, emitted,
-                bool(last), None, 0 if probed else -1,
-            )
-        )  # fmt: skip
-        places.append((tuple(layers), begin))
-    return (KINDS[kinds[0]], KINDS[kinds[1]]), RecordedRound(rows, time_s), places
 
 
 def records_of(messages: Sequence[RecordMessage]) -> list[RoundRecord]:
