@@ -64,36 +64,27 @@ WRITERS: dict[str, dict[str, Writer]] = {
 for writers in WRITERS.values():
     if "vllm" in writers:
         writers["triton"] = in_repository(writers["vllm"])
-REFUSALS: dict[tuple[str, str], str] = {
-    ("eagle3", "hf"): "transformers cannot draft with EAGLE-3",
+ENGINES = {
+    "vllm": "vLLM",
+    "triton": "Triton's vLLM backend",
+    "sglang": "SGLang",
+    "hf": "transformers",
+    "speculators": "the speculators library",
+    "gguf": "llama.cpp",
+    "openvino": "OpenVINO GenAI",
+}
+# Why there is no writer, where the engine does draft with heads of the kind, or draftsmith could.
+REASONS: dict[tuple[str, str], str] = {
     (
         "p-eagle",
         "sglang",
     ): "SGLang does not read P-EAGLE's mask_hidden and would draft one token after another",
-    ("p-eagle", "hf"): "transformers cannot draft with P-EAGLE",
-    ("draft-lm", "speculators"): "the speculators library has no model for a draft LM",
     ("mtp", "hf"): "transformers drafts one token with an MTP module, and none with MiMo's",
-    ("eagle1", "hf"): "transformers cannot draft with EAGLE-1",
-    ("medusa", "sglang"): "SGLang does not draft with Medusa",
-    ("medusa", "speculators"): "the speculators library has no Medusa heads",
-    ("mlp", "vllm"): "vLLM does not draft with the MLP speculator any more",
-    ("mlp", "triton"): "Triton's vLLM backend does not draft with the MLP speculator any more",
-    ("mlp", "sglang"): "SGLang does not draft with the MLP speculator",
-    ("dflash", "hf"): "transformers cannot draft with DFlash",
-    ("dspark", "hf"): "transformers cannot draft with DSpark",
-    ("mlp", "speculators"): "the speculators library has no model for an MLP speculator",
     ("p-eagle", "gguf"): "llama.cpp drafts one token after another with an EAGLE-3 head",
     ("mtp", "gguf"): "llama.cpp reads MTP modules only as layers of the targets that bring them",
-    ("eagle1", "gguf"): "llama.cpp does not draft with EAGLE-1",
-    ("medusa", "gguf"): "llama.cpp does not draft with Medusa",
-    ("mlp", "gguf"): "llama.cpp does not draft with the MLP speculator",
     ("p-eagle", "openvino"): "OpenVINO GenAI drafts one token after another with an EAGLE-3 head",
     ("mtp", "openvino"): "OpenVINO GenAI drafts with MTP modules of Gemma 4 alone",
-    ("eagle1", "openvino"): "OpenVINO GenAI does not draft with EAGLE-1",
-    ("medusa", "openvino"): "OpenVINO GenAI does not draft with Medusa",
-    ("mlp", "openvino"): "OpenVINO GenAI does not draft with the MLP speculator",
     ("dflash", "openvino"): "draftsmith does not write DFlash to OpenVINO",
-    ("dspark", "openvino"): "OpenVINO GenAI does not draft with DSpark",
 }
 
 
@@ -109,7 +100,6 @@ def writer(family: str, engine: str) -> Writer:
         )
     engines = WRITERS[family]
     if engine not in engines:
-        raise UserError(
-            f"{REFUSALS[family, engine]}; export this {family} draft --to {' or '.join(engines)}"
-        )
+        reason = REASONS.get((family, engine), f"{ENGINES[engine]} does not draft with {family}")
+        raise UserError(f"{reason}; export this draft --to {' or '.join(engines)}")
     return engines[engine]

@@ -69,7 +69,7 @@ def test_a_draft_without_the_layout_or_inside_its_target_is_refused(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = versions.folder_of(root, 1)
-    with pytest.raises(UserError, match="the speculators library has no model for a draft LM"):
+    with pytest.raises(UserError, match="the speculators library does not draft with draft-lm"):
         LayoutWriter(root, ["speculators"]).write(folder)
     monkeypatch.setattr(ExportSource, "is_stitched", True)
     with pytest.raises(UserError, match="cannot be swapped while serving; publish"):
