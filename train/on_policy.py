@@ -24,7 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.speculate import SpeculatedText, speculate
 from draftsmith.drafters.target.target import Target
-from draftsmith.files import read_json, restored, write_json
+from draftsmith.files import as_values, read_json, restored, write_json
 from draftsmith.train.config import OnPolicyConfig
 from draftsmith.train.data.batches import joined, rows_at
 from draftsmith.train.data.dataset import TokenSequence
@@ -180,7 +180,7 @@ class KeepTexts(TrainerCallback):
 
 
 def save_texts(on_policy: OnPolicy, checkpoint: Path, *, world_size: int) -> None:
-    texts = None if on_policy.waiting is None else [text._asdict() for text in on_policy.waiting]
+    texts = as_values(on_policy.waiting)
     write_json(
         _path(checkpoint, on_policy.rank), {"version": 1, "world_size": world_size, "texts": texts}
     )

@@ -145,6 +145,17 @@ def restored(wanted: Any, value: Any) -> Any:
     return wanted(**{name: restored(kinds[name], one) for name, one in values.items()})
 
 
+def as_values(value: Any) -> Any:
+    """The inverse of `restored`: dataclasses and named tuples, however deep, by their fields."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {key: as_values(one) for key, one in value.items()}
+    return [as_values(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 @functools.cache
 def hints_of(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)

@@ -21,7 +21,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
 from draftsmith.errors import UserError
-from draftsmith.files import check_file, markdown_table, write_json, write_text
+from draftsmith.files import as_values, check_file, markdown_table, write_json, write_text
 from draftsmith.kernels.acceptance import DraftCost, bucket_of, label_of
 from draftsmith.prompts.suites import check_suite, is_given, most_tokens, read_suite
 from draftsmith.train.config import EvalConfig
@@ -336,13 +336,13 @@ def report(
     data = data or " ".join(folder.path for folder in folders_of(config.data))
     bounds = [bound for _, bound in memory_bound(cost, [one.whole for one in evaluated])]
     found = [
-        one.whole.to_dict() | {"mbsu": bound, "data": data}
+        as_values(one.whole) | {"mbsu": bound, "data": data}
         for one, bound in zip(evaluated, bounds, strict=True)
     ]
     for one, of in zip(found, evaluated):
         if len(of.by_folder) > 1:
-            one["folders"] = {path: own.to_dict() for path, own in of.by_folder.items()}
-        own = [tree.to_dict() for tree in trees if tree.temperature == one["temperature"]]
+            one["folders"] = {path: as_values(own) for path, own in of.by_folder.items()}
+        own = [as_values(tree) for tree in trees if tree.temperature == one["temperature"]]
         one |= {"trees": own} if own else {}
     if config.out is not None:
         record = {

@@ -8,7 +8,7 @@ sums over the buckets are those of the whole text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -106,10 +106,6 @@ class ContextFigures(NamedTuple):
     tokens: float  # committed in them
     tau: Estimate
     alpha: list[Estimate | None]  # as in `Acceptance`
-
-    def to_dict(self) -> dict[str, Any]:
-        alpha = [None if estimate is None else estimate._asdict() for estimate in self.alpha]
-        return self._asdict() | {"tau": self.tau._asdict(), "alpha": alpha}
 
 
 def count_by_context(walked: WalkedRounds, begin: int) -> dict[int, ContextCounts]:

@@ -14,7 +14,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from draftsmith.drafters.speculate import SpeculatedBatch, SpeculatedText, specu
 from draftsmith.drafters.speculate_trees import speculate_trees
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
+from draftsmith.files import as_values
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.progress import Progress
 from draftsmith.train.checkpoints import BestDraft, RunFolder
@@ -41,7 +42,6 @@ from draftsmith.train.evaluate.teacher_forced import (
 from draftsmith.train.objective.unrolled_loss import Unrollable
 
 TEMPERATURES = (0.0, 1.0)
-METHOD = "real lossless decoding of held-out prompts, bootstrap over prompts"
 
 
 class MeasuredDrafter(ServingDrafter, Unrollable, Protocol):
@@ -59,6 +59,7 @@ class MeasuredRates:
     alpha: list[Estimate | None]  # accepted / offered; None where nothing was offered
     offered: list[int]
     accepted: list[int]
+    method: str = "real lossless decoding of held-out prompts, bootstrap over prompts"
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,8 @@ class Measurement:
     predicted: Evaluation
 
     def to_dict(self) -> dict[str, Any]:
-        """Predicted figures as in `Evaluation.to_dict`, and the measured ones beside them."""
-        measured = asdict(self.measured) | {
-            "tau": self.measured.tau._asdict(),
-            "alpha": [
-                None if estimate is None else estimate._asdict() for estimate in self.measured.alpha
-            ],
-            "method": METHOD,
-        }
-        return self.predicted.to_dict() | {"measured": measured}
+        """Predicted figures, and the measured ones beside them."""
+        return as_values(self.predicted) | {"measured": as_values(self.measured)}
 
     def figures(self) -> dict[str, float]:
         """Entries of a line of metrics; names end in _t0 or _t1."""
@@ -269,9 +263,6 @@ def _bounded(name: str, estimate: Estimate) -> dict[str, float]:
     return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
-TREE_METHOD = "real lossless decoding with draft trees, bootstrap over prompts"
-
-
 class TreeTau(NamedTuple):
     """Figures of one shape at one temperature."""
 
@@ -281,9 +272,7 @@ class TreeTau(NamedTuple):
     depth: int
     rounds: int
     tau: Estimate
-
-    def to_dict(self) -> dict[str, Any]:
-        return self._asdict() | {"tau": self.tau._asdict(), "method": TREE_METHOD}
+    method: str = "real lossless decoding with draft trees, bootstrap over prompts"
 
 
 def measure_tree(

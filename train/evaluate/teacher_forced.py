@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -44,6 +44,11 @@ from draftsmith.train.objective.unrolled_loss import PredictedStep, Unrollable, 
 
 CHUNK_ELEMENTS = 1 << 24  # processed logits held at once, per distribution
 
+METHOD = (
+    "teacher-forced on the target's own text, exact expectation over rounds, bootstrap over "
+    "documents"
+)
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -67,6 +72,7 @@ class Evaluation:
     by_context: list[ContextFigures]  # the shortest contexts first
     # "sampled": drafts are drawn from the draft's distribution; "greedy": its likeliest token
     draft_sampling: str = "sampled"
+    method: str = METHOD
 
     def figures(self) -> dict[str, float]:
         """tau and alpha_i (i from 1) without their intervals, for a line of metrics."""
@@ -79,17 +85,6 @@ class Evaluation:
 
     def summary(self) -> str:
         return ", ".join(f"{name} {value:.3f}" for name, value in self.figures().items())
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "tau": self.tau._asdict(),
-            "alpha": [None if estimate is None else estimate._asdict() for estimate in self.alpha],
-            "by_context": [figures.to_dict() for figures in self.by_context],
-            "method": (
-                "teacher-forced on the target's own text, exact expectation over rounds, "
-                "bootstrap over documents"
-            ),
-        }
 
 
 def temperature_of(text: TokenSequence, provenance: dict[str, Any], target: Target) -> float | None:

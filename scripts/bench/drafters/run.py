@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.target import Target
-from draftsmith.files import read_json, write_json
+from draftsmith.files import as_values, read_json, write_json
 from draftsmith.progress import Progress
 from draftsmith.train.config import EvalConfig
 from draftsmith.train.data.dataset import Corpus, TokenSequence, read_corpus
@@ -156,7 +156,7 @@ def run(bench: Bench, cell: Cell) -> dict[str, Any]:
 def evaluate(bench: Bench, draft: Path) -> list[dict[str, Any]]:
     drafter = checkpoint.load(draft, bench.target)
     return [
-        evaluate_draft(drafter, bench.target, sequences, temperature=temperature, k=K).to_dict()
+        as_values(evaluate_draft(drafter, bench.target, sequences, temperature=temperature, k=K))
         for temperature, sequences in bench.held_out.items()
     ]
 

@@ -31,7 +31,7 @@ from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
 from draftsmith.train.evaluate import measured as evaluations
 from draftsmith.train.evaluate.measured import Figures, measure
-from draftsmith.train.objective.prompt_logprobs import LogprobServer
+from draftsmith.train.objective.prompt_logprobs import PatientServer
 from draftsmith.train.objective.teacher import LiveSource
 from tests.conftest import small_files
 from tests.vllm_stand_in import StandIn
@@ -442,7 +442,7 @@ def test_prompt_logprobs_of_a_server_teach_what_the_target_here_does(configure, 
     here = configure("draft-lm", steps=4, log_every=1, packing=True, eval_prompts=0)
     run(here)
     transport = httpx.MockTransport(StandIn(Target.load(here.target)))
-    monkeypatch.setattr(session, "LogprobServer", partial(LogprobServer, transport=transport))
+    monkeypatch.setattr(session, "PatientServer", partial(PatientServer, transport=transport))
     losses = [[row["loss"] for row in metrics(here) if "loss" in row]]
     for top in (288, 4):
         served = {"target_server": "http://vllm", "target_logprobs": top}
