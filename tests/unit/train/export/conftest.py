@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.options import OPTIONS
+from draftsmith.drafters.registry import FAMILIES
+from draftsmith.drafters.target.target import Target
+from draftsmith.train.config import ExportConfig
+from draftsmith.train.export.command import run
+from tests.engine_readers.proof import export_and_prove
+from tests.noise import noisy
 
 APPENDED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 Find = Callable[..., str]
@@ -18,3 +30,29 @@ def without_module(tiny_target: Find, native_target: FindNative) -> Callable[[st
     return lambda kind: (
         native_target(kind) / "whole" if kind in APPENDED else Path(tiny_target(kind))
     )
+
+
+def saved(family: str, of: Target, folder: Path, **options: Any) -> Path:
+    """A draft with noise in all its weights."""
+    drafter = FAMILIES[family].create(OPTIONS[family](**options), of, seed=0)
+    checkpoint.save(noisy(drafter, 1, 0.1), folder, of)
+    return folder
+
+
+def export(draft: Path, to: str, *, proves: bool = False, **options: Any) -> Path:
+    out = draft.with_name(f"{draft.name}-{to}")
+    (export_and_prove if proves else run)(
+        ExportConfig(draft=str(draft), to=to, out=str(out), **options)
+    )
+    return out
+
+
+@torch.no_grad()
+def unrolled(folder: Path, of: Target) -> list[torch.Tensor]:
+    """Logits of three depths."""
+    drafter = checkpoint.load(folder, of)
+    ids = torch.randint(3, of.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    taps, _ = of.states(ids, mask, drafter.taps)
+    batch = UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=3)
+    return [step.hidden @ drafter.head_weight().T for step in drafter.unroll(batch)]

@@ -3,7 +3,6 @@ the old one was."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,11 @@ from transformers import AutoModelForCausalLM
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.train.config import ExportConfig
-from draftsmith.train.export.command import run
+from draftsmith.files import read_json, write_json
 from draftsmith.train.session import older_drafter
-from tests.engine_readers.proof import export_and_prove
 from tests.engine_readers.vllm_mtp import read_mtp
 from tests.noise import noisy
+from tests.unit.train.export.conftest import export
 
 MODULE = "model.layers.2."
 SHARED = {f"{MODULE}embed_tokens.weight", f"{MODULE}shared_head.head.weight"}
@@ -35,18 +33,14 @@ def test_the_new_module_is_where_the_old_one_was(
     target = Target.load(folder)
     drafter = older_drafter(str(folder), "mtp", target)
     checkpoint.save(noisy(drafter, 0, 0.1), tmp_path / "tuned", target)
-    export_and_prove(
-        ExportConfig(draft=str(tmp_path / "tuned"), to="vllm", out=str(tmp_path / "out"))
-    )
+    out = export(tmp_path / "tuned", "vllm", proves=True)
 
     old, tuned = (
         load_file(folder / "model.safetensors"),
         load_file(tmp_path / "tuned" / "model.safetensors"),
     )
-    weight_map = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())[
-        "weight_map"
-    ]
-    files = {name: load_file(tmp_path / "out" / name) for name in set(weight_map.values())}
+    weight_map = read_json(out / "model.safetensors.index.json")["weight_map"]
+    files = {name: load_file(out / name) for name in set(weight_map.values())}
     new = {name: files[file][name] for name, file in weight_map.items()}
     assert new.keys() == old.keys() and sum(map(len, files.values())) == len(new)
     assert all(torch.equal(new[name], tuned.get(name, old[name])) for name in new)
@@ -56,10 +50,8 @@ def test_the_new_module_is_where_the_old_one_was(
         for name in old.keys() - SHARED
         if name.startswith(MODULE) and "correction_bias" not in name
     }
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
-        (folder / "config.json").read_text()
-    )
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert read_json(out / "config.json") == read_json(folder / "config.json")
+    _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
 
 
@@ -69,14 +61,7 @@ def test_another_target_is_refused(native_target: Callable[[str], Path], tmp_pat
     checkpoint.save(checkpoint.load(folder, target), tmp_path / "tuned", target)
     other = str(native_target("deepseek_v3"))
     with pytest.raises(UserError, match="give --target the folder that it was trained from"):
-        run(
-            ExportConfig(
-                draft=str(tmp_path / "tuned"),
-                target=other,
-                to="vllm",
-                out=str(tmp_path / "out"),
-            )
-        )
+        export(tmp_path / "tuned", "vllm", target=other)
 
 
 def test_a_target_that_vllm_would_route_otherwise_is_refused(
@@ -85,26 +70,22 @@ def test_a_target_that_vllm_would_route_otherwise_is_refused(
     folder = native_target("deepseek_v3")
     target = Target.load(folder)
     checkpoint.save(checkpoint.load(folder, target), tmp_path / "tuned", target)
-    config = json.loads((folder / "config.json").read_text())
     other = tmp_path / "other"
     shutil.copytree(folder, other)
-    (other / "config.json").write_text(json.dumps(config | {"scoring_func": None}))
-    job = ExportConfig(
-        draft=str(tmp_path / "tuned"), target=str(other), to="vllm", out=str(tmp_path / "out")
-    )
+    write_json(other / "config.json", read_json(other / "config.json") | {"scoring_func": None})
     with pytest.raises(UserError, match=r"routes as transformers does by .* alone; put these into"):
-        run(job)
+        export(tmp_path / "tuned", "vllm", target=str(other))
 
 
 def test_vllm_would_refuse_an_expert_that_is_missing(
     native_target: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = native_target("deepseek_v3")
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     tensors = load_file(folder / "model.safetensors")
     del tensors[f"{MODULE}mlp.experts.3.down_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
     with pytest.raises(
         UserError, match=r"finds no weight for its parameter .*experts\.3\.down_proj\.weight"
     ):

@@ -10,16 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.interface import UnrollBatch
-from draftsmith.drafters.options import OPTIONS
-from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
-from draftsmith.train.config import ExportConfig
-from draftsmith.train.export.command import run
 from draftsmith.train.export.table import WRITERS
-from tests.noise import noisy
+from tests.unit.train.export.conftest import export, saved, unrolled
 
 ENGINES = [
     (family, engine)
@@ -37,39 +32,15 @@ IN_SPECULATORS = {"dflash": {"causal": False}, "dspark": {"causal": False}}
 
 @pytest.fixture
 def make(target: Target, tmp_path: Path):
-    """A saved draft with noise in all its weights."""
-
     def draft(family: str, of: Target = target, **options: Any) -> Path:
-        drafter = FAMILIES[family].create(OPTIONS[family](**options), of, seed=0)
-        checkpoint.save(noisy(drafter, 1, 0.1), tmp_path / family, of)
-        return tmp_path / family
+        return saved(family, of, tmp_path / family, **options)
 
     return draft
-
-
-def export(draft: Path, engine: str) -> Path:
-    out = draft.with_name(f"{draft.name}-{engine}")
-    run(ExportConfig(draft=str(draft), to=engine, out=str(out)))
-    return out
 
 
 def without_record(folder: Path) -> Path:
     (folder / "draftsmith.json").unlink()
     return folder
-
-
-@torch.no_grad()
-def logits(folder: Path, target: Target) -> list[torch.Tensor]:
-    drafter = checkpoint.load(folder, target)
-    ids = torch.randint(3, target.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
-    taps, _ = target.states(ids, torch.ones_like(ids), drafter.taps)
-    batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=3)
-    heads = (
-        [drafter.head_at(depth) for depth in range(3)]
-        if drafter.family in ("medusa", "mlp")
-        else [drafter.head_weight()] * 3
-    )
-    return [step.hidden @ head.T for step, head in zip(drafter.unroll(batch), heads, strict=True)]
 
 
 @pytest.mark.parametrize(("family", "engine"), ENGINES)
@@ -95,10 +66,10 @@ def test_a_bias_that_says_something_is_not_dropped(make, target):
         {**tensors, "fc.bias": torch.ones_like(tensors["fc.weight"][:, 0])},
         draft / "model.safetensors",
     )
-    before = logits(draft, target)
+    before = unrolled(draft, target)
     with pytest.raises(UserError, match="fc has a bias, which vLLM's EAGLE-1 cannot express"):
         export(draft, "vllm")
-    for own, exported in zip(before, logits(export(draft, "sglang"), target), strict=True):
+    for own, exported in zip(before, unrolled(export(draft, "sglang"), target), strict=True):
         torch.testing.assert_close(own, exported)
 
 

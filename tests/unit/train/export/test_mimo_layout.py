@@ -24,11 +24,9 @@ from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.errors import UserError
-from draftsmith.train.config import ExportConfig
-from draftsmith.train.export.command import run
 from draftsmith.train.session import older_drafter
-from tests.engine_readers.proof import export_and_prove
 from tests.noise import noisy
+from tests.unit.train.export.conftest import export
 
 
 class MimoModule(torch.nn.Module):
@@ -80,8 +78,7 @@ def exported(
         target = Target.load(tiny_target(arch))
         drafter = Mtp.create(options or MtpOptions(), target, seed=3)
         checkpoint.save(noisy(drafter, 0), tmp_path / "draft", target)
-        run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "out")))
-        return target, drafter, tmp_path / "out"
+        return target, drafter, export(tmp_path / "draft", "vllm")
 
     return make
 
@@ -160,11 +157,9 @@ def test_a_targets_own_module_is_a_draft_that_can_be_trained_further(
     assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
     checkpoint.save(native, tmp_path / "tuned", target)
     again = checkpoint.load(tmp_path / "tuned", target)
-    export_and_prove(
-        ExportConfig(draft=str(tmp_path / "tuned"), to="vllm", out=str(tmp_path / "again"))
-    )
+    out = export(tmp_path / "tuned", "vllm", proves=True)
     assert again.state_dict().keys() == own.keys()
-    old, new = stitched_tensors(folder), stitched_tensors(tmp_path / "again")
+    old, new = stitched_tensors(folder), stitched_tensors(out)
     assert all(torch.equal(old[name], new[name]) for name in old if "mtp_layers" in name)
 
 
@@ -193,10 +188,8 @@ def test_a_module_beside_its_target_is_read_by_vllm(
     }
     check_module(target, drafter, folder, tensors, FINAL)
     assert torch.equal(tensors["lm_head.weight"], target.output_weight)
-    export_and_prove(
-        ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(tmp_path / "proven"))
-    )
-    card = (tmp_path / "proven" / "README.md").read_text()
+    out = export(tmp_path / "draft", "vllm", proves=True)
+    card = (out / "README.md").read_text()
     assert f"vllm serve {target.name}" in card and '"method": "mtp"' in card
     assert """--hf-overrides '{"num_nextn_predict_layers": 1}'""" in card
 
@@ -220,5 +213,5 @@ def test_engines_without_a_matching_layout_are_refused(
     exported: Callable[..., tuple[Target, LlamaMtp, Path]], engine: str, tmp_path: Path
 ) -> None:
     exported()
-    with pytest.raises(UserError, match=r"export (this mtp draft )?--to vllm"):
-        run(ExportConfig(draft=str(tmp_path / "draft"), to=engine, out=str(tmp_path / "other")))
+    with pytest.raises(UserError, match=r"export (this (mtp )?draft )?--to vllm"):
+        export(tmp_path / "draft", engine)

@@ -10,17 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.mtp import Mtp
-from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.train.config import ExportConfig
-from draftsmith.train.export.command import run
-from tests.engine_readers.proof import export_and_prove
 from tests.engine_readers.sglang_mtp import read_mtp as read_sglang
 from tests.engine_readers.vllm_mtp import read_mtp
-from tests.noise import noisy
+from tests.unit.train.export.conftest import export, saved
 
 
 @pytest.mark.long
@@ -29,13 +23,9 @@ def test_sglang_reads_qwens_modules(
     kind: str, without_module: Callable[[str], Path], tmp_path: Path
 ) -> None:
     target = Target.load(without_module(kind), dtype=torch.float32)
-    drafter = Mtp.create(MtpOptions(), target, seed=3)
-    noisy(drafter, 0, 0.1)
-    checkpoint.save(drafter, tmp_path / "draft", target)
-    out = tmp_path / "out"
-    export_and_prove(ExportConfig(draft=str(tmp_path / "draft"), to="sglang", out=str(out)))
+    out = export(saved("mtp", target, tmp_path / "draft"), "sglang", proves=True)
     card = (out / "README.md").read_text()
-    assert "--model-path out --speculative-algorithm NEXTN --speculative-num-steps" in card
+    assert "--model-path draft-sglang --speculative-algorithm NEXTN --speculative-num-steps" in card
     tensors = load_file(out / "model-mtp.safetensors")
     del tensors["mtp.norm.weight"]
     save_file(tensors, out / "model-mtp.safetensors")
@@ -52,9 +42,7 @@ def test_vllm_would_refuse_a_weight_that_is_missing(
     kind: str, name: str, without_module: Callable[[str], Path], tmp_path: Path
 ) -> None:
     target = Target.load(without_module(kind))
-    checkpoint.save(Mtp.create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
-    out = tmp_path / "out"
-    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))
+    out = export(saved("mtp", target, tmp_path / "draft"), "vllm")
     tensors = load_file(out / "model-mtp.safetensors")
     del tensors[name]
     save_file(tensors, out / "model-mtp.safetensors")

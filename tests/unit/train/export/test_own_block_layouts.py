@@ -19,11 +19,8 @@ from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.train.config import ExportConfig
-from draftsmith.train.export.command import run
-from tests.engine_readers.proof import export_and_prove
 from tests.noise import noisy
-from tests.unit.train.export.conftest import APPENDED
+from tests.unit.train.export.conftest import APPENDED, export, saved
 
 BESIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "ernie4_5_moe")
 IDS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -48,8 +45,7 @@ def test_a_new_module_has_the_targets_block_and_is_exported_into_its_folder(
     assert isinstance(drafter, AppendedMtp)
     noisy(drafter, 0, 0.1)
     checkpoint.save(drafter, tmp_path / "draft", target)
-    out = tmp_path / "out"
-    export_and_prove(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))
+    out = export(tmp_path / "draft", "vllm", proves=True)
 
     weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     old = load_file(folder / "model.safetensors")
@@ -103,9 +99,9 @@ def test_modules_that_sglang_runs_otherwise_are_refused(
     kind: str, tiny_target: Find, without_module: Callable[[str], Path], tmp_path: Path
 ) -> None:
     target = Target.load(tiny_target(kind) if kind == "qwen3" else without_module(kind))
-    checkpoint.save(Mtp.create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
+    draft = saved("mtp", target, tmp_path / "draft")
     with pytest.raises(UserError, match=f"SGLang runs the MTP module of a '{kind}' target"):
-        run(ExportConfig(draft=str(tmp_path / "draft"), to="sglang", out=str(tmp_path / "out")))
+        export(draft, "sglang")
 
 
 def test_ernies_heads_are_in_the_order_that_vllm_rotates(
@@ -115,9 +111,7 @@ def test_ernies_heads_are_in_the_order_that_vllm_rotates(
     target = Target.load(without_module("ernie4_5_moe"), dtype=torch.float32)
     drafter = Mtp.create(MtpOptions(), target, seed=3)
     checkpoint.save(drafter, tmp_path / "draft", target)
-    out = tmp_path / "out"
-    run(ExportConfig(draft=str(tmp_path / "draft"), to="vllm", out=str(out)))
-    theirs = load_file(out / "model-mtp.safetensors")
+    theirs = load_file(export(tmp_path / "draft", "vllm") / "model-mtp.safetensors")
     width = drafter.layer.self_attn.head_dim
     states = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(0))
     angles = torch.outer(torch.tensor([5.0, 2.0]), 10_000 ** -torch.linspace(0, 1, width // 2))
@@ -150,10 +144,6 @@ def test_another_targets_module_is_refused(
     without_module: Callable[[str], Path], tmp_path: Path
 ) -> None:
     target = Target.load(without_module("qwen3_next"))
-    checkpoint.save(Mtp.create(MtpOptions(), target, seed=0), tmp_path / "draft", target)
-    job = ExportConfig(
-        draft=str(tmp_path / "draft"), target=str(without_module("glm4_moe")), to="vllm",
-        out=str(tmp_path / "out"),
-    )  # fmt: skip
+    draft, other = saved("mtp", target, tmp_path / "draft"), str(without_module("glm4_moe"))
     with pytest.raises(UserError, match="is for a target with model_type='qwen3_next'"):
-        run(job)
+        export(draft, "vllm", target=other)

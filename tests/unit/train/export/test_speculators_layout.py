@@ -18,18 +18,17 @@ from draftsmith.drafters.heads.eagle1 import Eagle1
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
 from draftsmith.drafters.heads.mtp_layouts import SPECULATORS
-from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
+from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
-from draftsmith.train.config import ExportConfig
-from tests.engine_readers.proof import export_and_prove
 from tests.engine_readers.speculators import read_eagle1, read_mtp
 from tests.noise import noisy
+from tests.unit.train.export import conftest
+from tests.unit.train.export.conftest import saved, unrolled
 
 Find = Callable[..., str]
-IDS = torch.randint(3, 288, (2, 12), generator=torch.Generator().manual_seed(0))
 LAYER = "transformer."
 
 
@@ -45,9 +44,7 @@ def eagle1(of: Target, folder: Path, **kind: Any) -> Path:
 
 def export(draft: Path, to: str = "speculators") -> Path:
     """Proves what it writes, by the reader."""
-    out = draft.with_name(f"{draft.name}-{to}")
-    export_and_prove(ExportConfig(draft=str(draft), to=to, out=str(out)))
-    return out
+    return conftest.export(draft, to, proves=True)
 
 
 def edited(draft: Path, config: dict[str, Any], **tensors: torch.Tensor) -> Path:
@@ -57,19 +54,10 @@ def edited(draft: Path, config: dict[str, Any], **tensors: torch.Tensor) -> Path
     return draft
 
 
-@torch.no_grad()
-def logits(folder: Path, of: Target) -> list[torch.Tensor]:
-    drafter = checkpoint.load(folder, of)
-    mask = torch.ones_like(IDS)
-    taps, _ = of.states(IDS, mask, drafter.taps)
-    batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=taps, num_steps=3)
-    return [step.hidden @ drafter.head_weight().T for step in drafter.unroll(batch)]
-
-
 def assert_same_draft(draft: Path, out: Path, of: Target) -> None:
     """Read as published, without our record of it."""
     (out / "draftsmith.json").unlink()
-    for own, exported in zip(logits(draft, of), logits(out, of), strict=True):
+    for own, exported in zip(unrolled(draft, of), unrolled(out, of), strict=True):
         torch.testing.assert_close(own, exported, rtol=0, atol=0)
 
 
@@ -111,7 +99,7 @@ def test_engines_without_the_norms_get_no_eagle1_with_them(
 def test_eagle1_before_the_library_converted_it_is_read(target: Target, tmp_path: Path) -> None:
     """The names of the norms in the folders that the library's converter takes."""
     draft = eagle1(target, tmp_path / "draft", layernorms=True)
-    before = logits(draft, target)
+    before = unrolled(draft, target)
     names = {
         "embedding_layernorm.weight": "embed_layernorm.weight",
         "layers.0.input_layernorm.weight": "hidden_layernorm.weight",
@@ -123,7 +111,7 @@ def test_eagle1_before_the_library_converted_it_is_read(target: Target, tmp_path
     config = read_json(draft / "config.json")
     del config["layernorms"]
     write_json(draft / "config.json", config)
-    for own, read in zip(before, logits(draft, target), strict=True):
+    for own, read in zip(before, unrolled(draft, target), strict=True):
         torch.testing.assert_close(own, read, rtol=0, atol=0)
 
 
@@ -175,7 +163,7 @@ def test_a_module_beside_a_target_with_an_older_file_is_exported(
     del config["rope_parameters"]
     write_json(folder / "config.json", config | {"rope_theta": 1e6, "rope_scaling": None})
     of = Target.load(str(folder), dtype=torch.float32)
-    draft = noised(Mtp.create(MtpOptions(), of, seed=0), of, tmp_path / "draft")
+    draft = saved("mtp", of, tmp_path / "draft")
     written = read_json(export(draft, "vllm") / "config.json")
     assert written["rope_theta"] == 1e6
 
@@ -216,7 +204,7 @@ def test_modules_that_the_library_does_not_make_are_refused(
     kind: str, tiny_target: Find, tmp_path: Path
 ) -> None:
     of = Target.load(tiny_target(kind), dtype=torch.float32)
-    draft = noised(Mtp.create(MtpOptions(), of, seed=0), of, tmp_path / "draft")
+    draft = saved("mtp", of, tmp_path / "draft")
     made_of = kind if kind == "ernie4_5_moe" else "llama"
     with pytest.raises(UserError, match=f"layers of qwen3, .* is a layer of '{made_of}'"):
         export(draft)

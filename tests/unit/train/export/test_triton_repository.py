@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import OPTIONS
-from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.config import ExportConfig
-from draftsmith.train.export.command import open_source, run
+from draftsmith.train.export.command import open_source
 from draftsmith.train.export.serving import model_name
 from tests.engine_readers.table import draft_folder
+from tests.unit.train.export.conftest import export, saved
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -60,22 +57,10 @@ def parse(text: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def make(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[[str], Path]:
-    def repository(family: str) -> Path:
-        target = Target.load(tiny_target("llama"), dtype=torch.float32)
-        checkpoint.save(
-            FAMILIES[family].create(OPTIONS[family](), target, seed=0), tmp_path / "draft", target
-        )
-        config = ExportConfig(
-            draft=str(tmp_path / "draft"),
-            to="triton",
-            out=str(tmp_path / "models"),
-            speculative_tokens=4,
-        )
-        assert run(config) == 0
-        return tmp_path / "models"
-
-    return repository
+def make(target: Target, tmp_path: Path) -> Callable[[str], Path]:
+    return lambda family: export(
+        saved(family, target, tmp_path / "draft"), "triton", speculative_tokens=4
+    )
 
 
 def test_the_repository_is_a_model_of_one_version(
@@ -133,13 +118,6 @@ def test_names_and_refusals(make: Callable[[str], Path], tmp_path: Path) -> None
     assert model_name("Qwen/Qwen3-8B") == "Qwen3-8B" and model_name("/data/my model/") == "my-model"
     make("eagle3")
     with pytest.raises(UserError, match="names folders of this machine"):
-        run(
-            ExportConfig(
-                draft=str(tmp_path / "draft"),
-                to="triton",
-                out=str(tmp_path / "models"),
-                push="ann/pair",
-            )
-        )
+        export(tmp_path / "draft", "triton", push="ann/pair")
     config = ExportConfig(draft=str(tmp_path / "draft"), to="triton", out=str(tmp_path / "models"))
     assert open_source(config).out == tmp_path / "models"

@@ -8,40 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import OPTIONS
-from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train.config import ExportConfig
-from draftsmith.train.export.command import open_source, run
+from draftsmith.train.export.command import open_source
 from tests.engine_readers.proof import prove
-from tests.noise import noisy
+from tests.unit.train.export.conftest import export, saved
 
 WINDOW = 4
 TAPS = {"taps": (1, 2, 3)}
 
 
 @pytest.fixture
-def make(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[..., Path]:
-    target = Target.load(tiny_target("llama"), dtype=torch.float32)
-
-    def draft(family: str, **options: Any) -> Path:
-        shape = OPTIONS[family](**{"window": WINDOW} | options)
-        drafter = FAMILIES[family].create(shape, target, seed=0)
-        checkpoint.save(noisy(drafter, 1, 0.2), tmp_path / family, target)
-        return tmp_path / family
-
-    return draft
-
-
-def export(draft: Path, engine: str) -> Path:
-    out = draft.with_name(f"{draft.name}-{engine}")
-    run(ExportConfig(draft=str(draft), to=engine, out=str(out)))
-    return out
+def make(target: Target, tmp_path: Path) -> Callable[..., Path]:
+    return lambda family, **options: saved(
+        family, target, tmp_path / family, **{"window": WINDOW} | options
+    )
 
 
 @pytest.mark.parametrize(
