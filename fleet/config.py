@@ -48,11 +48,6 @@ class RolloutConfig:
         "length of a stage where no records are read (--buffer): engines' own floors decide",
         limits=NOT_NEGATIVE,
     )
-    fallen: float = option(
-        0.2,
-        "share of the rollout's engines that refuse the version which ends it; at least one",
-        limits=SHARE,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

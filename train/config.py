@@ -49,8 +49,6 @@ class OptimConfig:
         0.1, "last learning rate as a share of the peak (cosine and linear)", limits=SHARE
     )
     weight_decay: float = option(0.0, "decoupled weight decay of matrices", limits=NOT_NEGATIVE)
-    # With 1 nothing of a step would be left.
-    beta2: float = option(0.95, "decay of AdamW's second moment", limits=BELOW_1)
     max_grad_norm: float = option(
         1.0, "gradients are clipped to this norm; 0 switches clipping off", limits=NOT_NEGATIVE
     )
@@ -289,7 +287,6 @@ class EvalConfig(SuiteOptions):
     )
     dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
     out: str | None = option(None, "write the figures to this JSON file")
-    markdown: str | None = option(None, "write the table by task or folder here, in Markdown")
     store: bool = option(
         False, "write the figures into the draft's draftsmith.json, from where `export` takes them"
     )

@@ -21,6 +21,7 @@ from draftsmith.kernels.dispatch import pins
 from draftsmith.kernels.products.float32_products import multiply
 from draftsmith.train.config import OptimConfig
 
+BETAS = (0.9, 0.95)  # of AdamW, in training that is not online
 MUON_MOMENT = "momentum_buffer"  # the only one of Muon
 
 

@@ -35,7 +35,7 @@ from draftsmith.train.objective.stored_teacher import DistributionSource, stored
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.objective.unrolled_loss import recompute_mlps
 from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
-from draftsmith.train.optim import Clock
+from draftsmith.train.optim import BETAS, Clock
 from draftsmith.train.reporting import Reporter, draw_curves, rank_0_s
 from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
@@ -357,7 +357,7 @@ def training_arguments(
         gradient_accumulation_steps=config.accumulate,
         learning_rate=config.optim.lr,
         weight_decay=config.optim.weight_decay,
-        adam_beta2=config.optim.beta2,
+        adam_beta2=BETAS[1],
         max_grad_norm=config.optim.max_grad_norm,
         logging_steps=config.log_every,
         logging_first_step=True,

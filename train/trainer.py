@@ -36,7 +36,7 @@ from draftsmith.train.objective.unrolled_loss import (
     unrolled_loss,
 )
 from draftsmith.train.on_policy import OnPolicy
-from draftsmith.train.optim import Clock, lr_factor, muon_with_adamw
+from draftsmith.train.optim import BETAS, Clock, lr_factor, muon_with_adamw
 from draftsmith.train.reporting import MetricWindow
 
 LEAST_ITEMS = 1e-6
@@ -190,7 +190,7 @@ class DraftTrainer(Trainer):
                 self.model.drafter,
                 num_tokens=len(self.model.drafter.head_weight()),
                 lr=optim.lr,
-                betas=(0.9, optim.beta2),
+                betas=BETAS,
                 weight_decay=optim.weight_decay,
             )
         return super().create_optimizer(model)

@@ -36,6 +36,8 @@ StagedTexts = Callable[[float], Iterable[ServedText]]
 ALARM = 6.0
 # Shards written a little before the stage may hold records of it by another machine's clock.
 SKEW_S = 60.0
+# Share of the rollout's engines that refuse the version which ends it; at least one.
+FALLEN = 0.2
 
 
 class Controller:
@@ -109,7 +111,7 @@ class Controller:
         if rollout is None:
             return
         statuses = [status for status in self.store.engines() if rollout.has(status.engine)]
-        objection = objections(rollout, statuses, self.config.fallen)
+        objection = objections(rollout, statuses)
         if objection:
             verdict: StageVerdict | None = StageVerdict(False, objection)
         elif self.texts is not None:
@@ -181,14 +183,14 @@ class Controller:
         self.give_up(rollout.candidate, rollout.live, reason)
 
 
-def objections(rollout: Rollout, statuses: Sequence[EngineStatus], fallen: float) -> str:
+def objections(rollout: Rollout, statuses: Sequence[EngineStatus]) -> str:
     """Reason to withdraw the candidate, from the part's engines; "" for none."""
     for status in statuses:
         is_alarmed = status.evidence is not None and status.evidence >= ALARM
         if status.version == rollout.candidate and is_alarmed:
             return f"the losslessness monitor of engine {status.engine} alarms"
     refusing = [status for status in statuses if rollout.candidate in status.refused]
-    if len(refusing) < max(1, math.ceil(fallen * len(statuses))):
+    if len(refusing) < max(1, math.ceil(FALLEN * len(statuses))):
         return ""
     first = refusing[0]
     return (

@@ -21,7 +21,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
 from draftsmith.errors import UserError
-from draftsmith.files import as_values, check_file, markdown_table, write_json, write_text
+from draftsmith.files import as_values, check_file, markdown_table, write_json
 from draftsmith.kernels.acceptance import DraftCost, bucket_of, label_of
 from draftsmith.prompts.suites import check_suite, is_given, most_tokens, read_suite
 from draftsmith.train.config import EvalConfig
@@ -69,7 +69,7 @@ def run(config: EvalConfig) -> int:
             evaluate(config)
         else:
             with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-                evaluate(replace(config, out=None, markdown=None, store=False))
+                evaluate(replace(config, out=None, store=False))
     finally:
         leave_group()
     return 0
@@ -154,7 +154,6 @@ def check(config: EvalConfig) -> None:
     if config.store:
         checkpoint.read_metadata(config.draft)
     check_file(config.out, "out")
-    check_file(config.markdown, "markdown")
 
 
 def check_processes(config: EvalConfig) -> None:
@@ -314,8 +313,6 @@ def show(
     evaluations = [one.whole for one in found]
     by_source = source_table("task" if is_given(config) else "folder", found)
     print("\n".join([by_source, *notes(evaluations)]))
-    if config.markdown is not None:
-        write_text(config.markdown, f"{by_source}\n")
     if any(len(evaluation.by_context) > 1 for evaluation in evaluations):
         print(context_table(evaluations))
     if trees:

@@ -123,7 +123,6 @@ def test_a_divergence_that_is_none_is_named_before_anything_loads():
         ({"minutes": float("nan")}, "option 'minutes' is nan"),
         ({"optim": OptimConfig(lr=-1.0)}, "option 'optim.lr' is -1.0"),
         ({"optim": OptimConfig(lr=float("nan"))}, "option 'optim.lr' is nan"),
-        ({"optim": OptimConfig(beta2=1.0)}, "option 'optim.beta2' is 1.0"),
         ({"optim": OptimConfig(max_grad_norm=-1.0)}, "option 'optim.max_grad_norm' is -1.0"),
         ({"unroll": UnrollConfig(decay=-1.0)}, "option 'unroll.decay' is -1.0"),
         ({"unroll": UnrollConfig(steps=0)}, "option 'unroll.steps' is 0"),

@@ -215,9 +215,9 @@ def suite(tmp_path) -> str:
 
 
 def test_a_suite_is_answered_and_measured_by_task(target, draft, suite, tmp_path, capsys):
-    out, card = tmp_path / "figures.json", tmp_path / "card.md"
+    out = tmp_path / "figures.json"
     options = ["--target", target.name, "--draft", draft, "--suite-file", suite, "--k", "2"]
-    options += ["--max-tokens", "6", "--out", str(out), "--markdown", str(card), "--store"]
+    options += ["--max-tokens", "6", "--out", str(out), "--store"]
     assert cli.main(["eval", *options, "--temperature", "0", "1"]) == 0
     found = read_json(out)["evaluation"]
     for one in found:
@@ -227,9 +227,10 @@ def test_a_suite_is_answered_and_measured_by_task(target, draft, suite, tmp_path
         assert 3 < own["chat"]["tokens"] <= 36 and 2 <= own["qa"]["tokens"] <= 12
         assert one["rounds"] == pytest.approx(own["chat"]["rounds"] + own["qa"]["rounds"])
     assert checkpoint.read_metadata(draft)["evaluation"] == found
-    written, said = card.read_text(encoding="utf-8"), capsys.readouterr()
-    assert written in said.out and "suite.jsonl: 5 of 5 prompts" in said.err
-    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in written.split("\n")[2:-1]]
+    said = capsys.readouterr()
+    assert "suite.jsonl: 5 of 5 prompts" in said.err
+    table = [line for line in said.out.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in table[2:8]]
     assert rows == [
         [t, *own] for t in ("0", "1") for own in (("chat", "3"), ("qa", "2"), ("all", "5"))
     ]
