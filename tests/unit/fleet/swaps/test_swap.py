@@ -42,12 +42,17 @@ def settled(swaps: Swaps) -> dict[str, Any]:
     return found
 
 
-def serve(swaps: Swaps, folder: Path, version: str) -> dict[str, Any]:
+def applied(swaps: Swaps, folder: Path, version: str) -> dict[str, Any]:
     swaps.stage(str(folder), version)
     found = settled(swaps)
     for step in (swaps.trial, swaps.compare, swaps.apply):
         if found["state"] != "refused":
             found = step(version)
+    return found
+
+
+def serve(swaps: Swaps, folder: Path, version: str) -> dict[str, Any]:
+    found = applied(swaps, folder, version)
     if found["state"] != "refused":
         swaps.look()
         found = settled(swaps)
@@ -252,11 +257,7 @@ def test_drafting_stops_where_the_way_back_fails(
 def test_drafting_stops_where_packed_weights_stay_wrong(
     swaps: Swaps, worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swaps.stage(str(write_version(tmp_path / "v2", tensors_of_seed(2))), "2")
-    settled(swaps)
-    swaps.trial("2")
-    swaps.compare("2")
-    swaps.apply("2")
+    applied(swaps, write_version(tmp_path / "v2", tensors_of_seed(2)), "2")
     monkeypatch.setattr(swap_module, "exchange", lambda *_: None)
     assert not swaps.take_back()["drafting"]
 
@@ -277,11 +278,7 @@ def test_tables_of_the_target_are_never_written(swaps: Swaps, worker: Any, tmp_p
 def test_a_version_of_one_rank_is_taken_back_for_another(
     swaps: Swaps, worker: Any, tmp_path: Path
 ) -> None:
-    swaps.stage(str(write_version(tmp_path / "v2", tensors_of_seed(2))), "2")
-    settled(swaps)
-    swaps.trial("2")
-    swaps.compare("2")
-    swaps.apply("2")
+    applied(swaps, write_version(tmp_path / "v2", tensors_of_seed(2)), "2")
     assert swaps.take_back()["version"] == "1"
     model = worker.model_runner.get_draft_model()
     torch.testing.assert_close(logits_of(model), expected_logits(tensors_of_seed(1)))

@@ -145,6 +145,12 @@ def follower_of(client: Client, tmp_path: Path, **more: Any) -> StoreFollower:
     return StoreFollower(swaps, store, "engine-1", poll_s=1.0, **more)
 
 
+def follow(follower: StoreFollower, root: Path, *versions: int) -> None:
+    for version in versions:
+        publish(root, version)
+        asyncio.run(follower.once())
+
+
 @pytest.fixture
 def versions(tmp_path: Path) -> Path:
     (tmp_path / "versions").mkdir()
@@ -157,8 +163,7 @@ def test_the_wanted_version_is_served_by_all_workers(versions: Path, tmp_path: P
     asyncio.run(follower.once())
     assert follower.version is None
     for version in (1, 2):
-        publish(versions, version)
-        asyncio.run(follower.once())
+        follow(follower, versions, version)
         assert [one.version for one in workers] == [str(version)] * 2
     (status,) = follower.store.engines()
     assert (status.engine, status.version, status.refused) == ("engine-1", 2, {})
@@ -172,8 +177,7 @@ def test_what_is_loaded_counts_and_not_what_was_done_last(versions: Path, tmp_pa
     """After a sleep, an update by others or a restart a worker says that it does not know."""
     workers = [Swaps(), Swaps()]
     follower = follower_of(Client(workers, Settings()), tmp_path)
-    publish(versions, 1)
-    asyncio.run(follower.once())
+    follow(follower, versions, 1)
     workers[1].version = ""
     asyncio.run(follower.once())
     assert workers[1].version == "1" and ("stage", "1") in workers[1].steps[-6:]
@@ -183,18 +187,14 @@ def test_a_refused_version_is_reported_and_not_tried_again(versions: Path, tmp_p
     workers = [Swaps()]
     client = Client(workers, Settings())
     follower = follower_of(client, tmp_path)
-    publish(versions, 12)
-    asyncio.run(follower.once())
-    publish(versions, 13)
-    asyncio.run(follower.once())
+    follow(follower, versions, 12, 13)
     steps = len(workers[0].steps)
     asyncio.run(follower.once())
     assert workers[0].version == "12" and len(workers[0].steps) == steps
     (status,) = follower.store.engines()
     assert status.version == 12 and status.refused == {13: "bad"}
     assert client.workers[0].draftsmith.refused == {"13": "bad"}
-    publish(versions, 14)
-    asyncio.run(follower.once())
+    follow(follower, versions, 14)
     assert workers[0].version == "14"
 
 
@@ -202,8 +202,7 @@ def test_nothing_is_swapped_while_the_engine_sleeps(versions: Path, tmp_path: Pa
     workers = [Swaps()]
     workers[0].asleep = True
     follower = follower_of(Client(workers, Settings()), tmp_path)
-    publish(versions, 1)
-    asyncio.run(follower.once())
+    follow(follower, versions, 1)
     assert workers[0].steps == [] and follower.refused == {}
     workers[0].asleep = False
     asyncio.run(follower.once())
@@ -225,10 +224,7 @@ def test_one_worker_that_refuses_keeps_the_others_back(
 ) -> None:
     workers = [Swaps(), Swaps(fails_at=step)]
     follower = follower_of(Client(workers, Settings()), tmp_path)
-    publish(versions, 1)
-    asyncio.run(follower.once())
-    publish(versions, 2)
-    asyncio.run(follower.once())
+    follow(follower, versions, 1, 2)
     assert [one.version for one in workers] == ["1", "1"] and 2 in follower.refused
 
 
@@ -236,9 +232,7 @@ def test_a_refusal_of_the_moment_is_tried_again(versions: Path, tmp_path: Path) 
     worker = Swaps(fails_at="stage 2")
     follower = follower_of(Client([worker], Settings()), tmp_path)
     worker.passes = True
-    for version in (1, 2):
-        publish(versions, version)
-        asyncio.run(follower.once())
+    follow(follower, versions, 1, 2)
     assert follower.refused == {} and worker.version == "1"
     worker.fails_at = ""
     asyncio.run(follower.once())
@@ -252,8 +246,7 @@ def test_a_refusal_of_the_moment_is_tried_again(versions: Path, tmp_path: Path) 
 def test_a_rank_with_other_weights_takes_all_back(versions: Path, tmp_path: Path) -> None:
     workers = [Swaps(), Swaps()]
     follower = follower_of(Client(workers, Settings()), tmp_path)
-    publish(versions, 1)
-    asyncio.run(follower.once())
+    follow(follower, versions, 1)
     workers[1].mismatched = "2"
     publish(versions, 2)
     for _ in range(3):
@@ -267,11 +260,9 @@ def test_engines_behind_one_server_answer_by_files(versions: Path, tmp_path: Pat
     settings = Settings(cache=str(tmp_path / "shared"))
     workers = [Swaps(), Swaps(), Swaps(fails_at="stage 2"), Swaps()]
     follower = follower_of(Client(workers, settings, engines=2), tmp_path)
-    publish(versions, 1)
-    asyncio.run(follower.once())
+    follow(follower, versions, 1)
     assert [one.version for one in workers] == ["1"] * 4
-    publish(versions, 2)
-    asyncio.run(follower.once())
+    follow(follower, versions, 2)
     assert [one.version for one in workers] == ["1"] * 4 and follower.refused == {2: "bad"}
     assert not list((tmp_path / "shared" / "answers").iterdir())
 
@@ -284,8 +275,7 @@ def test_behind_another_load_balancer_a_server_has_its_own_engines(
     client.parallel.data_parallel_size, client.parallel.local_engines_only = 8, True
     client.parallel.data_parallel_size_local = 1
     follower = follower_of(client, tmp_path)
-    publish(versions, 1)
-    asyncio.run(follower.once())
+    follow(follower, versions, 1)
     assert follower.version == 1
 
 
@@ -316,9 +306,7 @@ def test_an_engine_falls_back_by_itself(
     follower = follower_of(
         Client(workers, Settings()), tmp_path, figures=lambda: figures, floor_rounds=100
     )
-    for version in (1, 2):
-        publish(versions, version)
-        asyncio.run(follower.once())
+    follow(follower, versions, 1, 2)
     figures["1"] = {"rounds": 100, "positions": 1000, "accepted": 600, "alpha": 0.6}
     figures["2"] = {
         "rounds": 100, "positions": 1000, "accepted": 1000 * alpha, "alarm": alarm,
@@ -328,8 +316,7 @@ def test_an_engine_falls_back_by_itself(
     assert workers[0].version == "1" and "back on version 1" in follower.refused[2]
     asyncio.run(follower.once())
     assert workers[0].version == "1" and follower.latest_good() == 1
-    publish(versions, 3)
-    asyncio.run(follower.once())
+    follow(follower, versions, 3)
     assert workers[0].version == "3"
 
 
