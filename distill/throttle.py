@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from draftsmith.client import Scrape, parse
+from draftsmith.client import Scrape, base_of, parse
 from draftsmith.errors import UserError
 
 # A longer rest is taken in pieces, with `look_up` between them.
@@ -150,15 +150,13 @@ def quantile(buckets: Mapping[str, float], share: float) -> float:
 def scraper(url: str) -> Read:
     """Reader of a server's metrics; None while it cannot be reached, when there is no traffic to
     disturb."""
-    base = url.rstrip("/").removesuffix("/v1")
-    if not base.startswith(("http://", "https://")):
-        raise UserError(f"server is {url!r}; give a URL such as http://127.0.0.1:8000")
+    base = base_of(url, "server")
 
     def read() -> Scrape | None:
         try:
             answer = httpx.get(f"{base}/metrics", timeout=5.0)
             answer.raise_for_status()
-        except (httpx.HTTPError, httpx.InvalidURL):
+        except httpx.HTTPError:
             return None
         return parse(answer.text)
 

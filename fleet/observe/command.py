@@ -8,11 +8,11 @@ import logging
 import socket
 from contextlib import ExitStack, suppress
 
-import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry, start_http_server
 
 from draftsmith.chat_answers import ChatAnswers
+from draftsmith.client import base_of
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
@@ -33,7 +33,7 @@ def run(config: ObserveConfig) -> int:
     for chatty in ("httpx", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     check_limits(config)
-    url = server_url(config.url)
+    url = base_of(config.url, "url")
     counters = ProxyCounters()
     with ExitStack() as closing, bind(config.listen) as listener:
         recorder = ProxyRecorder(
@@ -87,17 +87,6 @@ def server(proxy: Proxy) -> DrainingServer:
             timeout_graceful_shutdown=None,
         )
     )
-
-
-def server_url(text: str) -> str:
-    url = text.rstrip("/").removesuffix("/v1")
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise UserError(f"url is {text!r} ({error}); give http://HOST:PORT") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise UserError(f"url is {text!r}, which names no server; give http://HOST:PORT")
-    return url
 
 
 def bind(listen: str) -> socket.socket:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from draftsmith.errors import UserError
 
@@ -44,6 +45,23 @@ def accepted_keys(given: Sequence[str] | None) -> tuple[str, ...]:
 def with_key(api_key: str | None) -> dict[str, str]:
     """Environment of a child process that is to have the key."""
     return dict(os.environ) if api_key is None else os.environ | {VARIABLE: api_key}
+
+
+def base_of(url: str, option: str) -> str:
+    """Address of the server that an option names, without the path of its API."""
+    base = url.rstrip("/").removesuffix("/v1")
+    try:
+        parsed = urlsplit(base)
+        is_server = parsed.scheme in ("http", "https") and bool(parsed.hostname)
+        is_server = is_server and parsed.port != 0
+    except ValueError:
+        is_server = False
+    if not is_server:
+        raise UserError(
+            f"option {option!r} is {url!r}, which names no server; give its URL, such as "
+            "http://127.0.0.1:8000"
+        )
+    return base
 
 
 class Attempt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from draftsmith.client import Scrape, parse
+from draftsmith.client import Scrape, base_of, parse
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.train.check.finding import Finding, fail, ok, refused, warn
@@ -25,14 +25,13 @@ FALLBACK_MENDS = {
 
 def check_server(url: str) -> list[Finding]:
     """All findings of the server at the URL, about all that it has done."""
-    base = url.rstrip("/").removesuffix("/v1")
     try:
-        with httpx.Client(base_url=base, timeout=30) as http:
+        with httpx.Client(base_url=base_of(url, "url"), timeout=30) as http:
             findings = [check_health(http)]
             scrape = read_metrics(http)
     except UserError as error:
         return [refused("server.metrics", error)]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+    except (httpx.HTTPError, ValueError) as error:
         what = f"{url} does not answer ({str(error) or type(error).__name__})"
         return [fail("server.answers", what, "check the URL and that draftsmith serve is running")]
     return findings + check_metrics(scrape)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import httpx
 import torch
 
-from draftsmith.client import VARIABLE, bearer
+from draftsmith.client import VARIABLE, base_of, bearer
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.packed_pass import stretches_of
 from draftsmith.errors import UserError
@@ -55,20 +55,15 @@ class PatientServer:
         pause_s: float = FIRST_PAUSE_S,
         transport: httpx.BaseTransport | None = None,
     ):
-        self.base = url.rstrip("/").removesuffix("/v1")
+        self.base = base_of(url, option)
         self.wait_s, self.pause_s = wait_s, pause_s
-        try:
-            self.http = httpx.Client(
-                base_url=self.base,
-                headers=bearer(api_key),
-                timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
-                limits=httpx.Limits(max_connections=None),
-                transport=transport,
-            )
-        except httpx.InvalidURL as error:
-            raise UserError(
-                f"option {option!r} is {url!r}, no URL ({error}); give one such as http://HOST:8000"
-            ) from error
+        self.http = httpx.Client(
+            base_url=self.base,
+            headers=bearer(api_key),
+            timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            transport=transport,
+        )
 
     def first_model(self) -> str:
         """Name of the model that the server lists first."""
@@ -88,10 +83,10 @@ class PatientServer:
         while True:
             try:
                 return self._once(method, path, body)
-            except (httpx.HTTPError, httpx.InvalidURL, Away) as error:
+            except (httpx.HTTPError, Away) as error:
                 now_s = time.monotonic()
                 failed_s = now_s if failed_s is None else failed_s
-                if now_s - failed_s + pause_s > self.wait_s or is_no_url(error):
+                if now_s - failed_s + pause_s > self.wait_s:
                     reason = str(error).strip() or type(error).__name__
                     raise UserError(
                         f"server {self.base} does not answer ({reason}); {GO_ON}"
@@ -130,11 +125,6 @@ class Refused(UserError):
 
 class Away(Exception):
     """A server that may answer later."""
-
-
-def is_no_url(error: Exception) -> bool:
-    """True where no waiting helps."""
-    return isinstance(error, (httpx.InvalidURL, httpx.UnsupportedProtocol))
 
 
 def message_of(response: httpx.Response) -> str:

@@ -164,6 +164,6 @@ def test_quantiles_of_a_histogram() -> None:
 
 
 def test_where_a_server_is_has_to_be_a_url() -> None:
-    with pytest.raises(UserError, match="give a URL"):
+    with pytest.raises(UserError, match="names no server"):
         scraper("localhost:8000")
     assert scraper("http://127.0.0.1:9")() is None

@@ -216,16 +216,8 @@ def test_what_waiting_does_not_mend_is_said_at_once(
     assert not pauses
 
 
-@pytest.mark.parametrize(
-    "url, says",
-    [
-        ("ftp://host", r"server ftp://host does not answer \(.*protocol"),
-        ("host", r"server host does not answer \(.*protocol"),
-        ("http://host:port", r"option 'target_server' is 'http://host:port', no URL \(.*port"),
-        ("", r"server  does not answer \(.*protocol"),
-    ],
-)
-def test_what_is_no_url_is_refused_at_once(url: str, says: str, pauses: list[float]) -> None:
-    with pytest.raises(UserError, match=says):
-        PromptLogprobs(PatientServer(url, "target_server"), VOCAB, 4)
+@pytest.mark.parametrize("url", ["ftp://host", "host", "localhost:8000", "http://host:port", ""])
+def test_what_is_no_url_is_refused_at_once(url: str, pauses: list[float]) -> None:
+    with pytest.raises(UserError, match=f"option 'target_server' is '{url}', which names no ser"):
+        PatientServer(url, "target_server")
     assert not pauses
