@@ -199,7 +199,7 @@ class LearnConfig:
         512, "sequences kept for replay, a uniform sample of all", limits=AT_LEAST_1
     )
     positions: tuple[str, ...] = option(
-        ("accepted", "first-rejected", "bonus"), "positions trained on: " + ", ".join(POSITIONS)
+        ("accepted", "first-rejected", "bonus"), "positions trained on", choices=POSITIONS
     )
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
     unroll: LearnUnroll = option(help="training-time unrolling", factory=LearnUnroll)

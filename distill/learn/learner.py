@@ -300,9 +300,6 @@ def check(config: LearnConfig) -> None:
     check_limits(config, "learn.")
     kind_of(config.divergence)
     check_teacher(config)
-    for name in config.positions:
-        if name not in POSITIONS:
-            raise UserError(f"learn.positions holds {name!r}; choose from {', '.join(POSITIONS)}")
     if config.rehearse and config.teacher == "recorded":
         raise UserError(
             "learn.rehearse needs the target's pass over its texts, and learn.teacher is "

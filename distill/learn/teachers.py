@@ -199,9 +199,6 @@ def recorded_of(spans: Sequence[DraftedSpan], vocab_size: int) -> RecordedDistri
     return RecordedDistributions(spans, [len(part.tail) for part in parts], top)
 
 
-TEACHERS = ("live", "recorded")
-
-
 def teacher_of(
     config: LearnConfig, target: Target, taps: tuple[int, ...], states: TextStates
 ) -> LiveTeacher | RecordedTeacher:
@@ -212,10 +209,6 @@ def teacher_of(
 
 def check_teacher(config: LearnConfig) -> None:
     """Refuses options that need more than the recorded likeliest tokens and their tail."""
-    if config.teacher not in TEACHERS:
-        raise UserError(
-            f"learn.teacher is {config.teacher!r}; it must be one of {', '.join(TEACHERS)}"
-        )
     if config.teacher == "live":
         return
     whole = {

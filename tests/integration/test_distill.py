@@ -256,7 +256,7 @@ def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Any]) -> None:
         ({"gate": GateConfig(held_out=0.0)}, "gate.held_out"),
         ({"draft": "/nowhere/draft"}, "/nowhere/draft"),
         ({"buffer": "nowhere://x"}, "nowhere://x"),
-        ({"learn": LearnConfig(positions=("all",))}, "learn.positions"),
+        ({"learn": LearnConfig(positions=())}, "learn.positions"),
         ({"tpot_ms": 20.0}, "server and tpot_ms"),
         ({"server": "localhost", "tpot_ms": 20.0}, "localhost"),
     ],
