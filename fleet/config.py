@@ -19,6 +19,7 @@ from draftsmith.config import (
     option,
 )
 from draftsmith.drafters.config import TRUST_HELP
+from draftsmith.train.config import LAYOUTS
 
 ACTIONS = ("status", "promote", "rollback", "page", "publish")
 
@@ -65,7 +66,9 @@ class FleetConfig:
     out: str = option("fleet.html", "for page: the file to write")
     to: str | None = option(None, "for publish: folder or fsspec URL that the engines read")
     layouts: tuple[str, ...] = option(
-        (), "for publish: engine layouts beside each version, by their names in export --to"
+        (),
+        "for publish: engine layouts beside each version, by their names in export --to",
+        choices=LAYOUTS,
     )
     target: str | None = option(
         None, "for publish: folder or Hub id of the target [default: the one the draft names]"

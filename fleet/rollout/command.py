@@ -16,15 +16,11 @@ from draftsmith.fleet.store.layout import StoreError
 from draftsmith.fleet.store.mirror import Damaged, LayoutWriter, Mirror
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.lock import folder_lock, stopping
-from draftsmith.train.config import LAYOUTS
 
 
 def run(config: FleetConfig, stop: threading.Event | None = None) -> int:
     if config.to is None:
         raise UserError("fleet publish needs the address that engines read; give --to")
-    for layout in config.layouts:
-        if layout not in LAYOUTS:
-            raise UserError(f"layouts names {layout!r}; it must be one of {', '.join(LAYOUTS)}")
     root, stop = Path(config.versions), stop or threading.Event()
     if not root.is_dir():
         raise UserError(

@@ -62,7 +62,7 @@ def test_publishing_needs_a_learners_folder_an_address_and_known_layouts(
         "draftsmith: error: fleet publish needs the address that engines read; give --to\n",
     )
     assert "does not exist; start draftsmith distill first" in run(*here, "--to", "s")[2]
-    assert "'vlm'; it must be one of vllm" in run(*here, "--to", "s", "--layouts", "vlm")[2]
+    assert "it must be one of vllm" in run(*here, "--to", "s", "--layouts", "vlm")[2]
     assert "'keep' is -1; it must be at least 0" in run(*here, "--keep", -1)[2]
     assert run("publish", "--versions", tmp_path, "--to", "nothing://s", "--once")[0] == 2
 
