@@ -47,8 +47,6 @@ class GenerateOptions:
         "user turn of its chat template",
         limits=AT_LEAST_1,
     )
-    self_prompts_temperature: float = option(1.0, "of these prompts", limits=POSITIVE)
-    self_prompts_top_p: float = option(0.95, "of these prompts", limits=PART)
     self_prompts_tokens: int = option(
         128,
         "longest of these prompts; those that do not end by then are dropped",

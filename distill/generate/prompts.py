@@ -30,6 +30,8 @@ from draftsmith.errors import UserError
 from draftsmith.prompts.corpus import CORPORA, Document, held_out
 from draftsmith.prompts.suites import rows_to_train
 
+# Of prompts that the target writes itself.
+SELF_PROMPTS_TEMPERATURE, SELF_PROMPTS_TOP_P = 1.0, 0.95
 # Enough text for any tokenizer to fill a window: a token is seldom longer.
 CHARACTERS_A_TOKEN = 12
 
@@ -264,8 +266,8 @@ def temperatures(config: GenerateOptions) -> tuple[float, ...]:
 
 def hottest(config: GenerateOptions) -> float:
     """Highest temperature that something is drawn at."""
-    asking = () if config.self_prompts is None else (config.self_prompts_temperature,)
-    return max(*temperatures(config), *asking, 0.0)
+    asking = 0.0 if config.self_prompts is None else SELF_PROMPTS_TEMPERATURE
+    return max(*temperatures(config), asking)
 
 
 def way_of(config: GenerateOptions, number: int) -> Way:

@@ -22,7 +22,11 @@ import pyarrow.parquet as pq
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.answers import LOCK, SELF_PROMPTS, AnswerFolder, Processes
-from draftsmith.distill.generate.prompts import Prompt
+from draftsmith.distill.generate.prompts import (
+    SELF_PROMPTS_TEMPERATURE,
+    SELF_PROMPTS_TOP_P,
+    Prompt,
+)
 from draftsmith.distill.generate.steps import (
     NewAnswers,
     Reference,
@@ -167,8 +171,8 @@ def write_prompts(
     processes.wait()
     record = {
         "count": kept.most,
-        "temperature": config.self_prompts_temperature,
-        "top_p": config.self_prompts_top_p,
+        "temperature": SELF_PROMPTS_TEMPERATURE,
+        "top_p": SELF_PROMPTS_TOP_P,
         "tokens": config.self_prompts_tokens,
         "dropped": dict(sorted(kept.dropped.items())),
     }
@@ -181,8 +185,8 @@ def asking_of(config: GenerateOptions) -> GenerateOptions:
     return replace(
         config,
         out=str(Path(config.out) / SELF_PROMPTS),
-        temperature=(config.self_prompts_temperature,),
-        top_p=config.self_prompts_top_p,
+        temperature=(SELF_PROMPTS_TEMPERATURE,),
+        top_p=SELF_PROMPTS_TOP_P,
         top_k=0,
         max_tokens=config.self_prompts_tokens,
         thinking=None,
@@ -238,7 +242,7 @@ def _check_kept(config: GenerateOptions, kept: KeptPrompts) -> None:
     if kept.seen >= PROBED and len(kept.texts) < MIN_KEPT * kept.seen:
         raise UserError(
             f"target {config.target!r} writes no useful prompts ({_told(kept)}); give --prompts, "
-            "another --self-prompts-temperature, or more --self-prompts-tokens"
+            "or more --self-prompts-tokens"
         )
 
 

@@ -75,7 +75,6 @@ GIVEN = GenerateOptions(target="t", out="o", self_prompts=8)
         (replace(GIVEN, count=3), "--count does not go"),
         (replace(GIVEN, chat="never"), "--chat never does not go"),
         (replace(GIVEN, self_prompts=0), "'self_prompts' is 0"),
-        (replace(GIVEN, self_prompts_temperature=0.0), "'self_prompts_temperature' is 0"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(config: GenerateOptions, says: str) -> None:
