@@ -186,12 +186,9 @@ class LearnConfig:
     )
     rehearse: tuple[str, ...] = option(
         (),
-        "data folders that the draft was trained on, FOLDER[:WEIGHT]: a share of each batch is "
-        "drawn from them in place of older traffic, so that what the draft knew is not forgotten "
+        "data folders that the draft was trained on, FOLDER[:WEIGHT]: a quarter of each batch, at "
+        "most learn.replay, is drawn from them, so that what the draft knew is not forgotten "
         "while other traffic comes",
-    )
-    rehearse_share: float = option(
-        0.25, "share of each batch drawn from learn.rehearse, at most learn.replay", limits=BELOW_1
     )
     reservoir: int = option(
         512, "sequences kept for replay, a uniform sample of all", limits=AT_LEAST_1

@@ -102,9 +102,6 @@ class OnPolicyConfig:
         "weight of tokens drafted after a rejected one; 0 leaves those rows out",
         limits=NOT_NEGATIVE,
     )
-    branches: int = option(
-        2, "rejected continuations trained per text, at most", limits=NOT_NEGATIVE
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,8 @@ from draftsmith.train.data.roles import (
 
 # Texts decoded at once.
 DECODED = 32
+# Rejected continuations trained per text, at most.
+BRANCHES = 2
 
 
 class OnPolicy:
@@ -127,7 +129,7 @@ class OnPolicy:
         rows = [
             row.cut(self.max_length)
             for written in texts
-            for row in rows_of(written, self.weights, self.config.branches, chance)
+            for row in rows_of(written, self.weights, BRANCHES, chance)
         ]
         own = padded_rows(rows, text.input_ids.device)
         own = replace(

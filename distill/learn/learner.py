@@ -305,15 +305,11 @@ def check(config: LearnConfig) -> None:
             "learn.rehearse needs the target's pass over its texts, and learn.teacher is "
             "'recorded'; leave it out, or give learn.teacher=live"
         )
-    if config.rehearse and config.rehearse_share > config.replay:
-        raise UserError(
-            f"learn.rehearse_share is {config.rehearse_share:g}, above learn.replay "
-            f"{config.replay:g}, of which it is a part; lower it"
-        )
     if config.rehearse and num_rehearsed(config) == 0:
         raise UserError(
-            f"learn.rehearse_share {config.rehearse_share:g} of learn.batch {config.batch} is no "
-            "more than half a text, so nothing is rehearsed; raise one of them"
+            f"learn.rehearse takes a quarter of each batch, at most learn.replay "
+            f"{config.replay:g}, and of learn.batch {config.batch} that is no text; raise one of "
+            "them"
         )
     if not config.positions:
         raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")

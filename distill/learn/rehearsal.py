@@ -18,6 +18,8 @@ from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.mixture import Mixed, read_mixture
 from draftsmith.train.data.roles import TrainedRow
 
+SHARE = 0.25  # of a batch
+
 
 class Rehearsal:
     """A fixed sample of at most `count` training texts of data folders, so that the target's states
@@ -83,4 +85,4 @@ def rehearsal_of(
 
 def num_rehearsed(config: LearnConfig) -> int:
     """Texts of a batch that are rehearsed, which count as replayed ones."""
-    return round(config.rehearse_share * config.batch) if config.rehearse else 0
+    return round(min(SHARE, config.replay) * config.batch) if config.rehearse else 0

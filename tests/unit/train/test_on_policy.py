@@ -176,7 +176,8 @@ def on_policy(target: Target, **changes: object) -> OnPolicy:
 
 
 def test_a_batch_gets_its_share_and_metrics_of_text_do_not_count_it(target):
-    mixer, drafter, batch = on_policy(target, branches=0), new_draft("draft-lm", target), inputs(4)
+    mixer, batch = on_policy(target, later_rejected=0.0), inputs(4)
+    drafter = new_draft("draft-lm", target)
     for mixed in mixer.mix([batch, inputs(4)], step=0, drafter=lambda: drafter):
         shape = mixed.input_ids.shape
         tensors = [value for value in vars(mixed).values() if value is not None]

@@ -152,9 +152,8 @@ def test_fewer_texts_than_asked_for_are_all_there_are(target: Target, tmp_path: 
     ("changes", "says"),
     [
         ({"teacher": "recorded"}, "learn.rehearse needs the target's pass"),
-        ({"rehearse_share": 0.5, "replay": 0.25}, "above learn.replay 0.25"),
-        ({"rehearse_share": 0.05}, "0.05 of learn.batch 8 is no more than half a text"),
-        ({"batch": 2}, "0.25 of learn.batch 2 is no more than half a text"),
+        ({"replay": 0.05}, "learn.replay 0.05, and of learn.batch 8 that is no text"),
+        ({"batch": 2}, "of learn.batch 2 that is no text"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_one_sentence(changes: dict, says: str) -> None:
