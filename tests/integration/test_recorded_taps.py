@@ -257,7 +257,7 @@ def test_a_learner_publishes_an_eagle3_draft_without_loading_its_target(
     made = loop("eagle3")
     serve_into(made, 48)
     config = replace(made.config, learn=replace(made.config.learn, teacher="recorded"))
-    monkeypatch.setattr(teachers, "load_here_or_served", None)
+    monkeypatch.setattr(teachers, "load_target", None)
     monkeypatch.setattr(target_outline, "load_model", None)
     for name in ("load", "states", "full", "head"):
         monkeypatch.setattr(Target, name, None)
