@@ -32,10 +32,10 @@ def without_module(tiny_target: Find, native_target: FindNative) -> Callable[[st
     )
 
 
-def saved(family: str, of: Target, folder: Path, **options: Any) -> Path:
+def saved(family: str, of: Target, folder: Path, *, noise: float = 0.1, **options: Any) -> Path:
     """A draft with noise in all its weights."""
     drafter = FAMILIES[family].create(OPTIONS[family](**options), of, seed=0)
-    checkpoint.save(noisy(drafter, 1, 0.1), folder, of)
+    checkpoint.save(noisy(drafter, 1, noise), folder, of)
     return folder
 
 

@@ -1,7 +1,9 @@
-"""Layouts as engines load them: names, shapes, and the same draft when it is read back."""
+"""Layouts as engines load them: names, shapes, and the same draft when it is read back. Drafts with
+sliding windows are refused where an engine would attend to all of the text."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
+from draftsmith.train.config import ExportConfig
+from draftsmith.train.export.command import open_source
 from draftsmith.train.export.table import WRITERS
+from tests.engine_readers.proof import prove
 from tests.unit.train.export.conftest import export, saved, unrolled
 
 ENGINES = [
@@ -28,10 +33,14 @@ ENGINES = [
 ]
 # The layout has blocks whose slots see each other only.
 IN_SPECULATORS = {"dflash": {"causal": False}, "dspark": {"causal": False}}
+WINDOW = 4
+WINDOWED = {"window": WINDOW, "noise": 0.2}
+TAPS = {"taps": (1, 2, 3)}
+Make = Callable[..., Path]
 
 
 @pytest.fixture
-def make(target: Target, tmp_path: Path):
+def make(target: Target, tmp_path: Path) -> Make:
     def draft(family: str, of: Target = target, **options: Any) -> Path:
         return saved(family, of, tmp_path / family, **options)
 
@@ -162,3 +171,58 @@ def test_a_draft_of_another_target_is_refused(family, key, make):
     write_json(draft / "config.json", config | {key: 7})
     with pytest.raises(UserError, match="needed for"):
         export(draft, next(iter(WRITERS[family])))
+
+
+@pytest.mark.parametrize(
+    ("family", "engine", "options"),
+    [
+        ("eagle3", "vllm", TAPS),
+        ("eagle3", "speculators", TAPS),
+        ("p-eagle", "vllm", {"num_hidden_layers": 2}),
+        ("p-eagle", "speculators", {"num_hidden_layers": 2}),
+        ("draft-lm", "vllm", {}),
+        ("draft-lm", "hf", {}),
+    ],
+)
+def test_vllm_and_transformers_read_the_window(
+    family: str, engine: str, options: dict[str, Any], make: Make
+) -> None:
+    draft = make(family, **WINDOWED, **options)
+    out = export(draft, engine)
+    config = read_json(out / "config.json")
+    config = config.get("transformer_layer_config", config)
+    assert config["sliding_window"] == WINDOW
+    assert config["layer_types"] == ["sliding_attention"] * config["num_hidden_layers"]
+    source = open_source(ExportConfig(draft=str(draft), to=engine, out="unused"))
+    assert prove(source, out, engine).moved < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "engine", "options"),
+    [
+        ("eagle3", "sglang", TAPS),
+        ("eagle3", "gguf", TAPS),
+        ("eagle3", "openvino", TAPS),
+        ("eagle1", "vllm", {}),
+        ("eagle1", "sglang", {}),
+        ("mtp", "vllm", {}),
+        ("draft-lm", "sglang", {}),
+    ],
+)
+def test_engines_that_would_attend_to_all_are_refused(
+    family: str, engine: str, options: dict[str, Any], make: Make
+) -> None:
+    if engine == "openvino":
+        pytest.importorskip("openvino", reason="the extra [openvino] is not installed")
+    if engine == "gguf":
+        pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
+    draft = make(family, **WINDOWED, **options)
+    with pytest.raises(UserError, match=f"sliding_window={WINDOW}, and .* would let it attend"):
+        export(draft, engine)
+
+
+def test_a_window_that_an_engine_passes_over_is_another_draft(make: Make) -> None:
+    draft = make("eagle3", **WINDOWED, **TAPS)
+    source = open_source(ExportConfig(draft=str(draft), to="sglang", out="unused"))
+    with pytest.raises(UserError, match="is not the trained one"):
+        prove(source, export(draft, "vllm"), "sglang")
