@@ -111,9 +111,6 @@ class DraftOptions:
     inner_size: int | None = option(
         None, "width of the state of an MLP speculator [default: the target's]", limits=WIDTH
     )
-    scale_input: bool | None = option(
-        None, "norm the target's state before an MLP speculator reads it [default: true]"
-    )
     block_size: int | None = option(
         None,
         "slots of a block; the newest token's is one of them [default: 8]",
@@ -186,7 +183,6 @@ class MlpOptions:
 
     num_predict: int = 4
     inner_size: int | None = None
-    scale_input: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,7 +128,7 @@ class Mlp(RecurrentHead):
             target,
             inner_size=inner_size,
             num_predict=options.num_predict,
-            scale_input=options.scale_input,
+            scale_input=True,
         )
         for module in drafter.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
