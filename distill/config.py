@@ -26,9 +26,7 @@ from draftsmith.drafters.config import (
     TRUST_HELP,
 )
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
-from draftsmith.train.config import WEIGHTS
-
-POSITIONS = ("accepted", "first-rejected", "bonus", "later-rejected")
+from draftsmith.train.config import KEPT_POSITIONS, POSITIONS, WEIGHTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,9 +191,7 @@ class LearnConfig:
     reservoir: int = option(
         512, "sequences kept for replay, a uniform sample of all", limits=AT_LEAST_1
     )
-    positions: tuple[str, ...] = option(
-        ("accepted", "first-rejected", "bonus"), "positions trained on", choices=POSITIONS
-    )
+    positions: tuple[str, ...] = option(KEPT_POSITIONS, "positions trained on", choices=POSITIONS)
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
     unroll: LearnUnroll = option(help="training-time unrolling", factory=LearnUnroll)
     average: float = option(

@@ -29,6 +29,9 @@ from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
 WEIGHTS = ("uniform", "exponential", "d-pace", "expected-prefix")
 BY_DRAFT = WEIGHTS[2:]  # from the draft's acceptance of the text, with whole distributions
 FAMILIES = tuple(OPTIONS)
+# Of a round: of the text that it leaves, and of the rest of its draft.
+KEPT_POSITIONS = ("accepted", "first-rejected", "bonus")
+POSITIONS = (*KEPT_POSITIONS, "later-rejected")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +94,8 @@ class OnPolicyConfig:
         64, "tokens written after each prefix of a training text", limits=AT_LEAST_1
     )
     temperature: float = option(1.0, "of target and draft", limits=NOT_NEGATIVE)
-    accepted: float = option(
-        1.0, "weight of accepted drafted tokens, and of bonus tokens", limits=NOT_NEGATIVE
-    )
-    first_rejected: float = option(
-        1.0, "weight of the first rejected token of a round", limits=NOT_NEGATIVE
+    positions: tuple[str, ...] = option(
+        KEPT_POSITIONS, "positions of the text trained on", choices=KEPT_POSITIONS
     )
     later_rejected: float = option(
         0.5,

@@ -68,12 +68,7 @@ class OnPolicy:
         self.batch_size, self.passes = batch_size, passes
         self.seed, self.rank = seed, rank
         self.max_length = min(max_length, target.max_positions)
-        self.weights = RoleWeights(
-            accepted=config.accepted,
-            first_rejected=config.first_rejected,
-            bonus=config.accepted,
-            later_rejected=config.later_rejected,
-        )
+        self.weights = RoleWeights.at(config.positions, later_rejected=config.later_rejected)
         self.waiting: list[SpeculatedText] | None = None  # None until the first are written
 
     def mix(

@@ -13,7 +13,7 @@ from draftsmith.drafters.target.sharded import check_offload, check_shares
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.config import BY_DRAFT, TrainConfig
+from draftsmith.train.config import BY_DRAFT, KEPT_POSITIONS, TrainConfig
 from draftsmith.train.data.folders import folders_of, named
 
 # Options that may differ between a run and its continuation: they change how long or how loudly it
@@ -172,9 +172,9 @@ def check_objective(config: TrainConfig) -> None:
             f"option 'unroll.noise' is {noise} but a draft-lm reads no states of the target; "
             "remove it"
         )
-    if own.accepted + own.first_rejected == 0:
+    if not own.positions:
         raise UserError(
-            "options 'on_policy.accepted' and 'first_rejected' are 0; raise one of them"
+            f"option 'on_policy.positions' is empty; choose from {', '.join(KEPT_POSITIONS)}"
         )
 
 

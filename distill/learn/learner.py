@@ -18,7 +18,7 @@ import torch
 
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, without
-from draftsmith.distill.config import POSITIONS, LearnConfig
+from draftsmith.distill.config import LearnConfig
 from draftsmith.distill.learn.rehearsal import Rehearsal, num_rehearsed
 from draftsmith.distill.learn.teachers import (
     DraftedSpan,
@@ -34,6 +34,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import autocast, reads_freely
 from draftsmith.kernels.divergence.kind import kind_of
+from draftsmith.train.config import POSITIONS
 from draftsmith.train.data.roles import RoleWeights, branch_row, text_row
 from draftsmith.train.objective.rounds_of_text import step_weighting
 from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
@@ -123,7 +124,9 @@ class Learner:
         self.teacher = teacher_of(config, target, drafter.taps, known)
         self.reservoir = Reservoir(config.reservoir, self.teacher.keeps_p, taps_share(config))
         self.rehearsal = rehearsal
-        self.weights = role_weights(config.positions)
+        self.weights = RoleWeights.at(
+            config.positions, later_rejected=float("later-rejected" in config.positions)
+        )
         self.parameters = trained(drafter)
         self.optimizer = CandidateOptimizer(drafter, config)
         self.updates = 0
@@ -289,11 +292,6 @@ def summary(sums: StepSums) -> tuple[float, list[float]]:
     weight = sums.weight.clamp(min=1e-9)
     loss = float(sums.divergence.sum() / weight.sum())
     return loss, (sums.alpha / weight).tolist()
-
-
-def role_weights(positions: Sequence[str]) -> RoleWeights:
-    """Weight 1 for each of the named positions, 0 for the others."""
-    return RoleWeights(**{name.replace("-", "_"): float(name in positions) for name in POSITIONS})
 
 
 def check(config: LearnConfig) -> None:

@@ -9,7 +9,7 @@ of its own, the branch, whose distributions are known because the target reads a
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.record import UNLOGGED
+from draftsmith.train.config import KEPT_POSITIONS
 from draftsmith.train.data.batches import TrainedText, packed
 
 
@@ -38,6 +39,12 @@ class RoleWeights:
     first_rejected: float
     bonus: float
     later_rejected: float  # of the rest of a rejected draft
+
+    @classmethod
+    def at(cls, positions: Collection[str], *, later_rejected: float) -> RoleWeights:
+        """Weight 1 for each of the named positions of a text, 0 for the others."""
+        kept = {name.replace("-", "_"): float(name in positions) for name in KEPT_POSITIONS}
+        return cls(**kept, later_rejected=later_rejected)
 
     def of(self, roles: np.ndarray) -> np.ndarray:
         """[n] roles of a text -> [n] float32 weights."""

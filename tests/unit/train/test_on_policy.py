@@ -327,7 +327,7 @@ def test_tau_rises_more_on_ones_own_text_than_on_another_kind(target):
         ({"share": 1.5}, "share"),
         ({"refresh": 0}, "refresh"),
         ({"k": 0}, "k"),
-        ({"accepted": 0.0, "first_rejected": 0.0}, "first_rejected"),
+        ({"positions": ()}, "on_policy.positions"),
         ({"later_rejected": -1.0}, "later_rejected"),
         ({"temperature": -0.5}, "temperature"),
     ],

@@ -97,7 +97,7 @@ def test_a_step_without_any_position_that_counts_trains_nothing(mean, configure)
     """A draft that knows nothing yet, and nothing but what it gets right counts: 0 of 0 would be
     the end of its weights."""
     kept_only = OnPolicyConfig(
-        share=1.0, refresh=1, k=3, tokens=2, accepted=1.0, first_rejected=0.0, later_rejected=0.0
+        share=1.0, refresh=1, k=3, tokens=2, positions=("accepted", "bonus"), later_rejected=0.0
     )
     # Rows end behind the first token that was drafted.
     found = configure(
