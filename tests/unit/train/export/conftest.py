@@ -34,7 +34,8 @@ def without_module(tiny_target: Find, native_target: FindNative) -> Callable[[st
 
 def saved(family: str, of: Target, folder: Path, *, noise: float = 0.1, **options: Any) -> Path:
     """A draft with noise in all its weights."""
-    drafter = FAMILIES[family].create(OPTIONS[family](**options), of, seed=0)
+    counts = torch.randperm(of.vocab_size, generator=torch.Generator().manual_seed(5))
+    drafter = FAMILIES[family].create(OPTIONS[family](**options), of, seed=0, token_counts=counts)
     checkpoint.save(noisy(drafter, 1, noise), folder, of)
     return folder
 

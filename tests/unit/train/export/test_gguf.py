@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,6 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
-from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
@@ -28,31 +26,22 @@ from draftsmith.train.export.gguf import DRAFT, TARGET, file_type, write_gguf
 from draftsmith.train.export.gguf_vocabulary import CONTROL, NORMAL, UNUSED, vocabulary
 from tests.engine_readers import llamacpp
 from tests.engine_readers.llamacpp import read_gguf
+from tests.unit.train.export import conftest
+from tests.unit.train.export.conftest import saved
 
-EAGLE3 = Eagle3Options(draft_vocab_size=100, taps=(1, 2, 3))
+EAGLE3: dict[str, Any] = {"draft_vocab_size": 100, "taps": (1, 2, 3)}
 
 
 @pytest.fixture
 def made(target: Target, tmp_path: Path) -> Callable[..., Path]:
-    """`made(family, options)` is the folder of a fresh draft."""
-
-    def draft(family: str, options: Any) -> Path:
-        counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(5))
-        drafter = FAMILIES[family].create(options, target, seed=0, token_counts=counts)
-        checkpoint.save(drafter, tmp_path / "draft", target)
-        return tmp_path / "draft"
-
-    return draft
+    return lambda family, **options: saved(family, target, tmp_path / "draft", noise=0.0, **options)
 
 
-def export(draft: Path, **options: Any) -> Path:
-    out = draft.with_name("out")
-    run(ExportConfig(draft=str(draft), to="gguf", out=str(out), **options))
-    return out
+export = partial(conftest.export, to="gguf")
 
 
 def test_an_eagle3_head_keeps_types_and_gets_absolute_ids(made: Callable[..., Path]) -> None:
-    draft = made("eagle3", EAGLE3)
+    draft = made("eagle3", **EAGLE3)
     content = read_gguf(export(draft) / DRAFT)
     assert content.arch == "eagle3" and content.values["target_layers"] == [1, 2, 3]
     offsets = read_weights(draft)["d2t"]
@@ -71,7 +60,7 @@ def test_an_eagle3_head_keeps_types_and_gets_absolute_ids(made: Callable[..., Pa
 def test_heads_that_llama_cpp_would_read_as_others_are_refused(
     options: dict[str, Any], reason: str, made: Callable[..., Path]
 ) -> None:
-    draft = made("eagle3", Eagle3Options(**{"draft_vocab_size": 100, "taps": (1, 2, 3)} | options))
+    draft = made("eagle3", **EAGLE3 | options)
     with pytest.raises(UserError, match=reason):
         export(draft)
 
@@ -82,9 +71,8 @@ def test_the_target_beside_a_draft_gives_its_own_logits(
 ) -> None:
     folder = tiny_target(kind)
     target = Target.load(folder, dtype=torch.float32)
-    drafter = FAMILIES["draft-lm"].create(DraftLmOptions(target_layers=(0, 3)), target, seed=0)
-    checkpoint.save(drafter, tmp_path / "draft", target)
-    content = read_gguf(export(tmp_path / "draft", with_target=True) / TARGET)
+    draft = saved("draft-lm", target, tmp_path / "draft", noise=0.0, target_layers=(0, 3))
+    content = read_gguf(export(draft, with_target=True) / TARGET)
     read = llamacpp.understood_model(content)
     write_weights(tmp_path / "read", read.config, read.tensors)
     ids = torch.arange(40)[None] + 3
@@ -97,7 +85,7 @@ def test_the_target_beside_a_draft_gives_its_own_logits(
 
 
 def test_scaled_frequencies_go_into_a_tensor(made: Callable[..., Path], target: Target) -> None:
-    draft = made("draft-lm", DraftLmOptions(num_layers=1))
+    draft = made("draft-lm", num_layers=1)
     config = read_json(draft / "config.json")
     scaled = {
         "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -125,10 +113,9 @@ def test_scaled_frequencies_go_into_a_tensor(made: Callable[..., Path], target: 
 
 def test_other_kinds_of_models_are_refused(tiny_target: Callable[..., str], tmp_path: Path) -> None:
     target = Target.load(tiny_target("gpt2"), dtype=torch.float32)
-    drafter = FAMILIES["draft-lm"].create(DraftLmOptions(target_layers=(0,)), target, seed=0)
-    checkpoint.save(drafter, tmp_path / "draft", target)
+    draft = saved("draft-lm", target, tmp_path / "draft", target_layers=(0,))
     with pytest.raises(UserError, match="of kind 'gpt2', and draftsmith writes llama, mistral"):
-        export(tmp_path / "draft")
+        export(draft)
 
 
 def test_with_target_is_refused_where_engines_read_the_target_itself(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import OPTIONS
-from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import read_weights, write_weights
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.config import ExportConfig
-from draftsmith.train.export.command import open_source, run
+from draftsmith.train.export.command import open_source
 from draftsmith.train.export.source import ExportSource
 from tests.conftest import small_files
 from tests.engine_readers.proof import prove
+from tests.unit.train.export import conftest
+from tests.unit.train.export.conftest import saved
 
 pytest.importorskip("openvino_genai", reason="the extra [openvino] is not installed")
 
@@ -46,19 +46,13 @@ def made(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[..., Path]
 
     def draft(kind: str = "llama", family: str = "draft-lm", **options: Any) -> Path:
         target = Target.load(tiny_target(kind), dtype=torch.float32)
-        counts = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(5))
-        chosen = OPTIONS[family](**options or {"target_layers": (0, 3)})
-        drafter = FAMILIES[family].create(chosen, target, seed=0, token_counts=counts)
-        checkpoint.save(drafter, tmp_path / "draft", target)
-        return tmp_path / "draft"
+        chosen = options or {"target_layers": (0, 3)}
+        return saved(family, target, tmp_path / "draft", noise=0.0, **chosen)
 
     return draft
 
 
-def export(draft: Path, **options: Any) -> Path:
-    out = draft.with_name("out")
-    run(ExportConfig(draft=str(draft), to="openvino", out=str(out), **options))
-    return out
+export = partial(conftest.export, to="openvino")
 
 
 def source_of(draft: Path) -> ExportSource:
