@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from draftsmith import config as configuration  # noqa: E402
+from draftsmith.commands.arguments import help_title  # noqa: E402
 from draftsmith.commands.table import COMMANDS, load  # noqa: E402
 
 
@@ -61,8 +62,6 @@ def default_text(field: dataclasses.Field) -> str:
 
 def help_text(field: dataclasses.Field) -> str:
     text = field.metadata.get("help", "")
-    if also := field.metadata.get("also"):
-        text += f"; also `--{also.replace('_', '-')}`"
     choices = field.metadata.get("choices")
     return f"{text} ({', '.join(choices)})" if choices else text
 
@@ -100,7 +99,7 @@ def command_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Each takes recipes too, by name or by `--config`, and `key=value`.",
+        "Each takes recipes too, and `key=value`.",
         "",
     ]
     lines += table(
@@ -123,17 +122,16 @@ def command_page() -> str:
 
 
 def flag_tables(cls: type) -> list[str]:
-    """Table of the flags of the configuration itself, and one for each section with flags."""
+    """Table of the flags under each heading of `--help`."""
     shown: dict[str, list[tuple[str, ...]]] = {"": []}
-    for path, field, wanted in configuration.flag_options(cls):
-        is_positional = field.metadata.get("positional")
-        flag = field.name.upper() if is_positional else "--" + field.name.replace("_", "-")
-        section = ".".join(path[:-1])
-        shown.setdefault(section, []).append((f"`{flag}`", *row(flag, field, wanted)[1:]))
-    about = {field.name: field.metadata.get("help") for field in dataclasses.fields(cls)}
+    for option in configuration.flag_options(cls):
+        field = option.field
+        flag = field.name.upper() if field.metadata.get("positional") else option.flag
+        title = help_title(cls, field.name)
+        shown.setdefault(title, []).append((f"`{flag}`", *row(flag, field, option.wanted)[1:]))
     lines = []
-    for section, rows in shown.items():
-        lines += [f"**{section}**: {about[section]}", ""] if section else []
+    for title, rows in shown.items():
+        lines += [f"**{title}**", ""] if title else []
         lines += table(("flag", "type", "default", ""), rows)
     return lines
 
@@ -148,8 +146,7 @@ def configuration_page() -> str:
         "# Configuration",
         "",
         "Keys of recipes (YAML) and of `key=value` overrides. Top-level keys are the flags of [commands](cli.md),",
-        "with `_` for `-`. Options of sections have no flags, but for those of `serve`: `--port` is `http.port`, and",
-        "`port` in a recipe or an override too.",
+        "with `_` for `-`; options of sections have no flags.",
         "",
     ]
     for name, command in COMMANDS.items():

@@ -50,19 +50,19 @@ def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
     """`make_sink` is called when the config asks to learn; this package cannot store records."""
     set_up_logging()
     check(config)
-    if config.learning.learn is not None and make_sink is None:
+    if config.learn is not None and make_sink is None:
         raise UserError(
             "learn is given but nothing stores records here; start the server as `draftsmith serve`"
         )
     torch.set_num_threads(config.threads or default_threads())
     if config.tensor_parallel > 1:
         return run_sharded(config, make_sink)
-    listener = bind(config.http.host, config.http.port)
+    listener = bind(config.host, config.port)
     target = load_target(
         config.target,
         dtype=config.dtype,
         device=config.device,
-        max_length=config.engine.max_length,
+        max_length=config.max_length,
         trust_remote_code=config.trust_remote_code,
     )
     serve_target(config, target, listener, make_sink)
@@ -75,7 +75,7 @@ def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
     device = device_of(config.device)
     place = join(config.tensor_parallel, str(device))
     kind = LeadingTarget if place.rank == LEADER else Target
-    listener = bind(config.http.host, config.http.port) if place.rank == LEADER else None
+    listener = bind(config.host, config.port) if place.rank == LEADER else None
     target = kind.load(
         config.target,
         dtype=weight_dtype(
@@ -87,7 +87,7 @@ def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
         ),
         device=place.device,
         shards=place.size,
-        max_length=config.engine.max_length,
+        max_length=config.max_length,
         trust_remote_code=config.trust_remote_code,
     )
     channel = Channel()
@@ -114,7 +114,7 @@ def serve_target(
     """Load the draft, build the engine, and serve both until the process is stopped."""
     adapters = load_adapters(config, target)
     draft = load_drafter(config, target)
-    learns = config.learning.learn is not None
+    learns = config.learn is not None
     sink = make_sink(config, target) if learns and make_sink is not None else None
     engine = build_engine(
         target,
@@ -122,7 +122,7 @@ def serve_target(
         config.engine_config(),
         sink=sink,
         draft_version=draft.version,
-        fallback=load_fallback(config.lookup),
+        fallback=load_fallback(config),
         adapters=adapters,
     )
     warm_up(engine)
@@ -162,14 +162,14 @@ def serve(
         if sink is not None:
             services.callback(sink.close)
         loop = EngineLoop(engine).start()
-        services.callback(loop.close, drain_s=config.http.drain_s)
-        server = make_server(config.http, loop)
+        services.callback(loop.close, drain_s=config.drain_s)
+        server = make_server(config, loop)
         history = History(engine).start()
         services.callback(history.stop)
-        dashboard = Source(history, server.metrics.by_class, server.model, config.learning.versions)
-        services.callback(StatsLog(engine, config.http.log_stats_s).start().stop)
-        if config.learning.versions is not None:
-            services.callback(watch_versions(config.learning, loop, draft).stop)
+        dashboard = Source(history, server.metrics.by_class, server.model, config.versions)
+        services.callback(StatsLog(engine, config.log_stats_s).start().stop)
+        if config.versions is not None:
+            services.callback(watch_versions(config, loop, draft).stop)
         app = create_app(server, dashboard)
         answering = http_server(config, app, loop, listener, name=server.model)
         with sigterm_ends(answering), services.pop_all(), suppress(KeyboardInterrupt):
@@ -227,11 +227,10 @@ def http_server(
         yield
 
     app.router.lifespan_context = lifespan
-    http = config.http
     return HttpServer(
         app,
         loop,
-        drain_s=http.drain_s,
-        timeout_s=http.request_timeout_s,
-        keep_alive_s=http.keep_alive_s,
+        drain_s=config.drain_s,
+        timeout_s=config.request_timeout_s,
+        keep_alive_s=config.keep_alive_s,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from draftsmith.client import VARIABLE
@@ -26,7 +26,7 @@ from draftsmith.serve.control.control import MAX_AUTO_K, MAX_K, parse_schedule
 from draftsmith.serve.tools.answer import REASONING_FORMATS
 from draftsmith.serve.tools.call_format import CALL_FORMATS
 
-LOOKUP_HELP = "drafts from text"
+LOOKUP_HELP, SPECULATION_HELP = "drafts from text", "drafting and verification"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class LookupOptions:
 @dataclass(frozen=True, kw_only=True)
 class ServedLookup(LookupOptions):
     """Such drafts of a server, in detail."""
+
+    HELP_TITLE: ClassVar[str] = LOOKUP_HELP
 
     prompt_lookup_min: int = option(2, "shortest n-gram looked up", limits=AT_LEAST_1)
     prompt_lookup_max: int = option(4, "longest n-gram looked up", limits=AT_LEAST_1)
@@ -101,6 +103,8 @@ DEFAULT_K = 4
 class SpeculationOptions:
     """Drafting and verification in a server and in Python."""
 
+    HELP_TITLE: ClassVar[str] = SPECULATION_HELP
+
     k_schedule: str | None = option(
         None, "draft tokens per round by batch size instead, for example 1:5,8:3,32:0"
     )
@@ -118,6 +122,8 @@ class SpeculationOptions:
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Batch, memory and compilation of an engine, in a server and in Python."""
+
+    HELP_TITLE: ClassVar[str] = "batch, memory and compilation"
 
     max_batch: int = option(8, "requests that run at the same time", limits=AT_LEAST_1)
     max_round_tokens: int = option(
@@ -179,6 +185,8 @@ class EngineConfig(EngineOptions, SpeculationOptions):
 class LearningOptions:
     """Records that a server leaves and versions that it follows."""
 
+    HELP_TITLE: ClassVar[str] = "versions that are followed and records that are left"
+
     versions: str | None = option(
         None, "a folder of draft versions to follow; new ones are swapped in between rounds"
     )
@@ -206,7 +214,7 @@ class LearningOptions:
         "recorded",
     )
 
-    def given(self) -> str:
+    def learns_by(self) -> str:
         """Option by which the draft learns from this server's answers; "" where it does not."""
         if self.learn is not None:
             return "learn"
@@ -216,6 +224,8 @@ class LearningOptions:
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
     """The server that clients meet."""
+
+    HELP_TITLE: ClassVar[str] = "the server that clients meet"
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on", limits=PORT)
@@ -270,6 +280,8 @@ class HttpOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedSpeculation(SpeculationOptions):
+    HELP_TITLE: ClassVar[str] = SPECULATION_HELP
+
     k: str | None = option(
         None,
         "draft tokens per round [default: 4], or auto: as many as pay, as measured; a request may "
@@ -289,8 +301,10 @@ class ServedSpeculation(SpeculationOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(Pair):
-    """The pair and its device; all else is in sections, each option of which is a flag too."""
+class ServeConfig(
+    HttpOptions, LearningOptions, EngineOptions, ServedLookup, ServedSpeculation, Pair
+):
+    """Options of a server: of its parts, and of the pair's device."""
 
     target: str = option(help="the target: a folder, Hub id or GGUF file")
     lora: tuple[str, ...] | None = option(
@@ -311,27 +325,19 @@ class ServeConfig(Pair):
         "processes that share the target's weights, started by this command or by torchrun",
         limits=AT_LEAST_1,
     )
-    speculation: ServedSpeculation = option(
-        help="drafting and verification", factory=ServedSpeculation, flags=True
-    )
-    lookup: ServedLookup = option(help=LOOKUP_HELP, factory=ServedLookup, flags=True)
-    engine: EngineOptions = option(
-        help="batch, memory and compilation", factory=EngineOptions, flags=True
-    )
-    learning: LearningOptions = option(
-        help="versions that are followed and records that are left",
-        factory=LearningOptions,
-        flags=True,
-    )
-    http: HttpOptions = option(help="the server that clients meet", factory=HttpOptions, flags=True)
 
     def engine_config(self) -> EngineConfig:
-        """Options of the engine, from the sections that describe it."""
-        name = f"{socket.gethostname()}:{self.http.port}"
-        own = {
-            "k": self.speculation.most_drafted(),
-            "adaptive": self.speculation.k == "auto",
-            "engine_name": name if self.learning.engine_name is None else self.learning.engine_name,
-            "record_taps": self.learning.record_taps,
+        """Options of the engine alone."""
+        shared = {
+            field.name: getattr(self, field.name)
+            for part in (EngineOptions, SpeculationOptions)
+            for field in fields(part)
         }
-        return EngineConfig(**(vars(self.engine) | vars(self.speculation) | own))
+        name = f"{socket.gethostname()}:{self.port}"
+        return EngineConfig(
+            k=self.most_drafted(),
+            adaptive=self.k == "auto",
+            engine_name=name if self.engine_name is None else self.engine_name,
+            record_taps=self.record_taps,
+            **shared,
+        )

@@ -76,11 +76,11 @@ def check(config: ServeConfig) -> None:
 
 def check_serve(config: ServeConfig) -> None:
     check_limits(config)
-    _check_address(config.http)
+    _check_address(config)
     _check_adapters(config)
     _check_drafts(config)
     _check_seed(config)
-    _check_recorded_taps(config.learning)
+    _check_recorded_taps(config)
     _check_void(config)
 
 
@@ -93,7 +93,7 @@ def _check_address(http: HttpOptions) -> None:
 
 
 def _check_adapters(config: ServeConfig) -> None:
-    names, own = named_folders(config.lora or ()), config.http.name or config.target
+    names, own = named_folders(config.lora or ()), config.name or config.target
     if own in names:
         raise UserError(
             f"lora names {own!r}, which is the target's own name in the API; choose another"
@@ -111,33 +111,32 @@ def _check_adapters(config: ServeConfig) -> None:
 
 
 def _check_drafts(config: ServeConfig) -> None:
-    lookup, learning = config.lookup, config.learning
-    trained = config.draft is not None or learning.versions is not None
-    if lookup.ngram and (lookup.suffix or trained):
+    trained = config.draft is not None or config.versions is not None
+    if config.ngram and (config.suffix or trained):
         raise UserError(
-            f"ngram is given together with {'suffix' if lookup.suffix else 'a trained draft'}; "
+            f"ngram is given together with {'suffix' if config.suffix else 'a trained draft'}; "
             "choose one of them"
         )
-    check_draft_options(config, other_draft=learning.versions is not None)
-    if config.speculation.tree is not None and (lookup.suffix or not trained):
+    check_draft_options(config, other_draft=config.versions is not None)
+    if config.tree is not None and (config.suffix or not trained):
         beside = (
             "suffix, which copies chains"
-            if lookup.suffix
+            if config.suffix
             else "no trained draft, which alone grows one"
         )
         raise UserError(
             f"tree is given with {beside}; leave it out or draft with eagle3, eagle1, mtp or medusa"
         )
-    if not trained and lookup.fallback != "none":
+    if not trained and config.fallback != "none":
         raise UserError(
             "fallback is given without a trained draft; name the draft too or leave it out"
         )
-    if config.heterogeneous_vocab and learning.given():
+    if config.heterogeneous_vocab and config.learns_by():
         raise UserError(
             "heterogeneous_vocab is given with versions or learn, which train a draft over the "
             "target's ids; choose one"
         )
-    if lookup.suffix and learning.learn is not None and trained:
+    if config.suffix and config.learn is not None and trained:
         # The watch over a version compares its acceptance with what that draft predicts.
         raise UserError(
             "learn is given with suffix beside a draft, whose rounds it could not distinguish; "
@@ -148,10 +147,10 @@ def _check_drafts(config: ServeConfig) -> None:
 def _check_seed(config: ServeConfig) -> None:
     """Refuse a seed beside learning: a draft must not learn from answers whose draws a restart
     makes again."""
-    learning = config.learning.given()
-    if config.engine.seed is not None and learning:
+    learning = config.learns_by()
+    if config.seed is not None and learning:
         raise UserError(
-            f"seed is {config.engine.seed} together with {learning}, and a draft that learned from "
+            f"seed is {config.seed} together with {learning}, and a draft that learned from "
             "answers which a restart repeats would bias them; leave seed out"
         )
 
@@ -177,30 +176,30 @@ def _check_recorded_taps(learning: LearningOptions) -> None:
 def _check_void(config: ServeConfig) -> None:
     """Refuse settings of a drafter that is not used, and a k where another option sets how much is
     drafted."""
-    lookup, defaults = vars(config.lookup), vars(ServedLookup())
+    given, defaults = vars(config), vars(ServedLookup())
     for drafter, prefix in (("suffix", "suffix_"), ("ngram", "prompt_lookup_")):
-        for name, value in lookup.items():
+        for name, default in defaults.items():
+            value = given[name]
             if (
                 name.startswith(prefix)
-                and value != defaults[name]
-                and not lookup[drafter]
-                and lookup["fallback"] != drafter
+                and value != default
+                and not given[drafter]
+                and config.fallback != drafter
             ):
                 raise UserError(
                     f"{name} is {value} but nothing drafts by {drafter}; give {drafter} "
                     "too or leave it out"
                 )
-    if config.lookup.suffix_share != defaults["suffix_share"] and not (
-        config.lookup.suffix and (config.draft or config.learning.versions)
+    if config.suffix_share != defaults["suffix_share"] and not (
+        config.suffix and (config.draft or config.versions)
     ):
         raise UserError(
-            f"suffix_share is {config.lookup.suffix_share}, which is for suffix beside a draft; "
+            f"suffix_share is {config.suffix_share}, which is for suffix beside a draft; "
             "give both or leave it out"
         )
-    speculation = config.speculation
-    for name, value in (("k_schedule", speculation.k_schedule), ("tree", speculation.tree)):
-        if speculation.k not in (None, "auto") and value is not None:
+    for name, value in (("k_schedule", config.k_schedule), ("tree", config.tree)):
+        if config.k not in (None, "auto") and value is not None:
             raise UserError(
-                f"k is {speculation.k} together with {name} {value!r}, which sets how much is "
+                f"k is {config.k} together with {name} {value!r}, which sets how much is "
                 "drafted; leave k out"
             )

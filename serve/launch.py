@@ -28,7 +28,7 @@ def launch(config: ServeConfig) -> int:
     is no failure."""
     # As torchrun has it: threads that wait for a core they share are ruinous.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(config.http.drain_s) + SHUTDOWN_S)
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(config.drain_s) + SHUTDOWN_S)
     # The processes have said themselves why they failed.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     settings = LaunchConfig(
@@ -42,7 +42,7 @@ def launch(config: ServeConfig) -> int:
     )
     # Readable by its owner alone, unlike a command line: it may hold API keys.
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as recipe:
-        yaml.safe_dump(_plain(to_dict(config)), recipe)
+        yaml.safe_dump(to_dict(config), recipe)
         recipe.flush()
         try:
             elastic_launch(settings, sys.executable)("-m", "draftsmith.cli", "serve", recipe.name)
@@ -52,10 +52,3 @@ def launch(config: ServeConfig) -> int:
             _, failure = error.get_first_failure()
             return failure.exitcode if failure.exitcode > 0 else 1
     return 0
-
-
-def _plain(value: object) -> object:
-    """`value` without tuples, which YAML has not."""
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    return list(value) if isinstance(value, tuple) else value

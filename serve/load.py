@@ -39,16 +39,15 @@ class LoadedDraft(NamedTuple):
 def load_drafter(config: ServeConfig, target: Target) -> LoadedDraft:
     """Load n-grams where `ngram` is given, else the trained draft, suffix decoding beside it or
     alone, or nothing."""
-    lookup = config.lookup
-    if lookup.ngram:
-        return LoadedDraft(ngrams(lookup), "0", None)
+    if config.ngram:
+        return LoadedDraft(ngrams(config), "0", None)
     loaded = load_trained(config, target)
-    if not lookup.suffix:
+    if not config.suffix:
         return loaded
-    text = Suffix(lookup.suffix_options())
+    text = Suffix(config.suffix_options())
     if loaded.drafter is None:
         return LoadedDraft(text, "0", None)
-    return loaded._replace(drafter=TextFirst(loaded.drafter, text, share=lookup.suffix_share))
+    return loaded._replace(drafter=TextFirst(loaded.drafter, text, share=config.suffix_share))
 
 
 def ngrams(lookup: ServedLookup) -> Ngram:
@@ -64,7 +63,7 @@ def load_fallback(lookup: ServedLookup) -> ServingDrafter | None:
 def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:
     """Load the live version of the versions folder, or an earlier one where that is damaged, else
     the draft."""
-    versions, refused = config.learning.versions, ""
+    versions, refused = config.versions, ""
     if versions is not None:
         try:
             found = load_version(versions, target, dtype=DTYPES.get(config.draft_dtype))

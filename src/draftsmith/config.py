@@ -65,18 +65,10 @@ def option(
     limits: Limits | None = None,
     factory: Any = None,
     positional: bool = False,
-    flags: bool = False,
 ) -> Any:
     """A dataclass field with the text `--help` shows. Numbers have `limits`. Give `factory` instead
-    of `default` for mutable values. A section with `flags` has one for each of its options, which
-    may be given without the section's name too."""
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "limits": limits,
-        "positional": positional,
-        "flags": flags,
-    }
+    of `default` for mutable values."""
+    metadata = {"help": help, "choices": choices, "limits": limits, "positional": positional}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -115,29 +107,23 @@ def plain(wanted: Any) -> Any:
 
 
 class FlagOption(NamedTuple):
-    """An option that is a flag: of the configuration itself, or of a section with flags."""
+    """An option that is a flag, or positional; those of sections are neither."""
 
-    path: tuple[str, ...]  # ("target",), or ("http", "port")
     field: dataclasses.Field
     wanted: Any  # type, without `| None`
 
+    @property
+    def flag(self) -> str:
+        """What is on by default is switched off by its flag, as what is off is switched on; a
+        recipe's by `name=true` and `name=false`."""
+        off = "no-" if self.wanted is bool and self.field.default is True else ""
+        return f"--{off}{self.field.name.replace('_', '-')}"
+
 
 def flag_options(cls: type) -> list[FlagOption]:
-    """Options of `cls` that are flags, positional ones included."""
-    types_by_name, found = field_types(cls), []
-    for field in dataclasses.fields(cls):
-        wanted = plain(types_by_name[field.name])
-        if field.metadata.get("flags"):
-            inner = flag_options(wanted)
-            found += [one._replace(path=(field.name, *one.path)) for one in inner]
-        elif not dataclasses.is_dataclass(wanted):
-            found.append(FlagOption((field.name,), field, wanted))
-    return found
-
-
-def short_names(cls: type) -> dict[str, tuple[str, ...]]:
-    """Path of each option of a section with flags by its name alone."""
-    return {path[-1]: path for path, _, _ in flag_options(cls) if len(path) > 1}
+    types_by_name = field_types(cls)
+    found = [FlagOption(one, plain(types_by_name[one.name])) for one in dataclasses.fields(cls)]
+    return [one for one in found if not dataclasses.is_dataclass(one.wanted)]
 
 
 def dotted_names(cls: type, prefix: str = "") -> list[str]:
@@ -193,34 +179,6 @@ def at_path(path: Sequence[str], value: Any) -> dict[str, Any]:
     return value
 
 
-def in_sections(cls: type, values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with every option in its section.
-
-    Raises:
-        UserError: an option is given with its section and without.
-    """
-    paths, types_by_name = short_names(cls), field_types(cls)
-    placed: dict[str, Any] = {}
-    spelled: dict[tuple[str, ...], str] = {}
-    items: list[tuple[tuple[str, ...], str, Any]]
-    for key, value in values.items():
-        if dataclasses.is_dataclass(plain(types_by_name.get(key))) and isinstance(value, dict):
-            placed.setdefault(key, {})
-            items = [((key, name), f"{key}.{name}", one) for name, one in value.items()]
-        else:
-            items = [(paths.get(key, (key,)), key, value)]
-        for path, spelling, one in items:
-            if path in spelled:
-                raise UserError(
-                    f"{spelled[path]} and {spelling} are the same option; give one of them"
-                )
-            spelled[path] = spelling
-            into = placed if len(path) == 1 else placed.setdefault(path[0], {})
-            if isinstance(into, dict):  # else `build` refuses what stands in place of the section
-                into[path[-1]] = one
-    return placed
-
-
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`over` wins; nested mappings are merged, neither input is changed."""
     merged = dict(base)
@@ -234,12 +192,11 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "", *, root: type 
     """An instance of the dataclass `cls`; an unknown key or an ill-typed value raises a `UserError`
     that names the mend. `root` is the configuration that a section belongs to."""
     root = root or cls
-    values = in_sections(cls, values)
     types_by_name = field_types(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            known = [prefix + name for name in (*fields, *short_names(cls))]
+            known = [prefix + name for name in fields]
             raise UserError(unknown_key(f"{prefix}{key}", known, dotted_names(root)))
     missing = [name for name, field in fields.items() if _required(field) and name not in values]
     if missing:

@@ -18,7 +18,7 @@ from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
-from draftsmith.serve.config import EngineConfig, HttpOptions, ServeConfig
+from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.config_checks import check_serve
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
@@ -190,7 +190,7 @@ def test_an_adapter_of_a_table_changes_that_table_alone(options, tied, tiny_targ
 
 def test_options_are_refused_in_one_sentence(adapted):
     with pytest.raises(UserError, match="the target's own name"):
-        check_serve(ServeConfig(target="t", http=HttpOptions(name="a"), lora=("a=b",)))
+        check_serve(ServeConfig(target="t", name="a", lora=("a=b",)))
     with pytest.raises(UserError, match="lora is given with tensor_parallel 2"):
         check_serve(ServeConfig(target="t", lora=("a=b",), tensor_parallel=2))
     with pytest.raises(UserError, match="lora is given with dtype int8"):

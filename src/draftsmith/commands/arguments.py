@@ -31,8 +31,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_for(name: str, cls: type) -> Parser:
-    """Flags from the top-level fields of the config dataclass and from its sections with flags;
-    other sections are reached by recipe or `a.b=c`."""
+    """Flags from the top-level fields of the config dataclass; sections are reached by recipe or
+    `a.b=c`."""
     fields = dataclasses.fields(cls)
     positional = [one.name.upper() for one in fields if one.metadata.get("positional")]
     target = ["[TARGET]"] if any(one.name == TARGET for one in fields) else []
@@ -51,10 +51,7 @@ def parser_for(name: str, cls: type) -> Parser:
             choices = field.metadata.get("choices")
             parser.add_argument(field.name, help=_help(field), choices=choices)
         else:
-            _add_flag(groups.get(option.path[0], parser), option)
-    parser.add_argument(
-        "--config", action="append", metavar="FILE", help="a recipe, whatever its name ends in"
-    )
+            _add_flag(groups.get(field.name, parser), option)
     parser.add_argument(
         "extra",
         nargs="*",
@@ -66,17 +63,11 @@ def parser_for(name: str, cls: type) -> Parser:
 
 
 def flag_groups(parser: Parser, cls: type) -> dict[str, argparse._ArgumentGroup]:
-    """Group of `--help` for each option that has a heading and for each section with flags, by
-    their names."""
+    """Group of `--help` of each option that has a heading, by its name."""
     fields = dataclasses.fields(cls)
     titles = {one.name: title for one in fields if (title := help_title(cls, one.name))}
-    of_titles = {title: parser.add_argument_group(title) for title in titles.values()}
-    of_sections = {
-        one.name: parser.add_argument_group(one.name, one.metadata["help"])
-        for one in fields
-        if one.metadata.get("flags")
-    }
-    return {name: of_titles[title] for name, title in titles.items()} | of_sections
+    groups = {title: parser.add_argument_group(title) for title in titles.values()}
+    return {name: groups[title] for name, title in titles.items()}
 
 
 def help_title(cls: type, name: str) -> str:
@@ -103,24 +94,24 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 def _add_flag(parser: argparse._ActionsContainer, option: configuration.FlagOption) -> None:
     field, wanted = option.field, option.wanted
-    flag = "--" + field.name.replace("_", "-")
-    shared: dict[str, Any] = {"dest": ".".join(option.path), "default": None, "help": _help(field)}
+    shared: dict[str, Any] = {"dest": field.name, "default": None, "help": _help(field)}
     if wanted is bool:
-        # What is off need not be said to be; a recipe's is switched off by `name=false`.
-        is_off = field.default is False
-        action: Any = "store_true" if is_off else argparse.BooleanOptionalAction
-        parser.add_argument(flag, **shared, action=action)
+        actions: dict[Any, Any] = {False: "store_true", True: "store_false"}
+        action = actions.get(field.default, argparse.BooleanOptionalAction)
+        parser.add_argument(option.flag, **shared, action=action)
     elif typing.get_origin(wanted) in (list, tuple):
-        parser.add_argument(flag, **shared, nargs="+", action="extend", metavar="X")
+        parser.add_argument(option.flag, **shared, nargs="+", action="extend", metavar="X")
     else:
-        parser.add_argument(flag, **shared, metavar=field.name.upper())
+        parser.add_argument(option.flag, **shared, metavar=field.name.upper())
 
 
 def _help(field: dataclasses.Field) -> str:
     text = field.metadata.get("help", "")
+    if field.default is True:
+        text = f"switch off: {text}"
     if choices := field.metadata.get("choices"):
         text += f" ({', '.join(choices)})"
-    shown = field.default not in (dataclasses.MISSING, None, "", False, ())
+    shown = field.default not in (dataclasses.MISSING, None, "", False, True, ())
     return (text + (f" [default: {field.default}]" if shown else "")).replace("%", "%%")
 
 
@@ -130,18 +121,17 @@ def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     extra = [*arguments.extra, *behind_lists(cls, arguments)]
     recipes = [text for text in extra if text.endswith((".yaml", ".yml")) and "=" not in text]
     targets = unnamed(cls, arguments, [text for text in extra if text not in recipes])
-    files = [*(arguments.config or ()), *recipes]
-    given = [configuration.read_yaml(recipe) for recipe in files]
+    given = [configuration.read_yaml(recipe) for recipe in recipes]
     given += [
         {TARGET: text} if text in targets else configuration.parse_override(text)
         for text in extra
         if text not in recipes
     ]
     for one in given:
-        values = configuration.merge(values, configuration.in_sections(cls, one))
-    for path, _, _ in configuration.flag_options(cls):
-        if (value := getattr(arguments, ".".join(path), None)) is not None:
-            values = configuration.merge(values, configuration.at_path(path, value))
+        values = configuration.merge(values, one)
+    for option in configuration.flag_options(cls):
+        if (value := getattr(arguments, option.field.name, None)) is not None:
+            values |= {option.field.name: value}
     return values | recorded_target(cls, values)
 
 
@@ -185,9 +175,9 @@ def unnamed(cls: type, arguments: argparse.Namespace, extra: Sequence[str]) -> l
 def behind_lists(cls: type, arguments: argparse.Namespace) -> list[str]:
     """Recipes and overrides that follow a flag of several values, which argparse counts among
     these; they are taken out of them. The first value is the flag's own."""
-    keys = {*(field.name for field in dataclasses.fields(cls)), *configuration.short_names(cls)}
+    keys = [field.name for field in dataclasses.fields(cls)]
     found = []
-    for name in (".".join(option.path) for option in configuration.flag_options(cls)):
+    for name in keys:
         if isinstance(given := getattr(arguments, name, None), list):
             extra = [text for text in given[1:] if _is_extra(text, keys)]
             kept = [text for text in given[1:] if text not in extra]

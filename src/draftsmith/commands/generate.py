@@ -11,14 +11,7 @@ from draftsmith.config import Limits, option
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.drafters.config import Pair
 from draftsmith.errors import UserError
-from draftsmith.serve.config import (
-    DEFAULT_K,
-    EngineOptions,
-    LookupOptions,
-    ServeConfig,
-    ServedLookup,
-    ServedSpeculation,
-)
+from draftsmith.serve.config import DEFAULT_K, LookupOptions, ServeConfig
 from draftsmith.serve.control.control import MAX_K
 
 if TYPE_CHECKING:
@@ -52,11 +45,12 @@ class GenerateConfig(GenerateOptions, LookupOptions, Pair):
         """
         return ServeConfig(
             **{field.name: getattr(self, field.name) for field in fields(Pair)},
-            speculation=ServedSpeculation(k=None if self.k is None else str(self.k)),
-            lookup=ServedLookup(ngram=self.ngram, suffix=self.suffix),
-            engine=EngineOptions(
-                max_batch=self.batch, max_length=longest, memory_gib=self.memory_gib
-            ),
+            k=None if self.k is None else str(self.k),
+            ngram=self.ngram,
+            suffix=self.suffix,
+            max_batch=self.batch,
+            max_length=longest,
+            memory_gib=self.memory_gib,
         )
 
 

@@ -21,7 +21,7 @@ NAMES = {
     "max-num-batched-tokens": "max_round_tokens",
     "max-new-tokens": "max_tokens",
     "max-concurrency": "concurrency",
-    "enable-prefix-caching": "prefix_cache",
+    "enable-prefix-caching": "prefix_cache=true",
     "no-enable-prefix-caching": "no_prefix_cache",
     "tensor-parallel-size": "tensor_parallel",
     "num-prompts": "count",
@@ -45,6 +45,7 @@ NAMES = {
     "save-steps": "save_every",
     "eval-steps": "eval_every",
 }
+RECIPE = "--config"  # before the name of a recipe, in vLLM
 
 
 def ours_of(name: str) -> str:
@@ -64,12 +65,18 @@ def in_our_names(argv: Sequence[str], flags: Collection[str], keys: Collection[s
     while words:
         word = words.pop(0)
         name, is_joined, value = word.partition("=")
+        if name == RECIPE:
+            found += [value] if is_joined else []
+            print(f"draftsmith: {RECIPE} is not needed before a recipe here", file=sys.stderr)
+            continue
         ours = "" if name in flags or name in keys else ours_of(name)
         flag = "--" + ours.replace("_", "-")
-        if not ours or not (flag in flags or ours in keys):
+        if not ours or not (flag in flags or ours.partition("=")[0] in keys):
             found.append(word)
             continue
-        if flag in flags:
+        if "=" in ours:
+            found.append(ours)
+        elif flag in flags:
             found.append(f"{flag}={value}" if is_joined else flag)
         elif is_joined or words:
             found.append(f"{ours}={value if is_joined else words.pop(0)}")

@@ -21,18 +21,17 @@ def run(config: ServeConfig) -> int:
     from draftsmith.record import Sink
     from draftsmith.serve.command import run as serve
 
-    if config.learning.redact is not None:
-        load_hook(config.learning.redact)  # refused here where it cannot be loaded
+    if config.redact is not None:
+        load_hook(config.redact)  # refused here where it cannot be loaded
 
     def make_sink(config: ServeConfig, target: Target) -> Sink:
-        learning = config.learning
-        assert learning.learn is not None
+        assert config.learn is not None
         return ProcessWriter(
             WriterJob(
-                buffer=learning.learn,
-                share=learning.learn_share,
-                distributions=learning.learn_distributions,
-                redact=learning.redact,
+                buffer=config.learn,
+                share=config.learn_share,
+                distributions=config.learn_distributions,
+                redact=config.redact,
                 tokenizer=target.name,
                 trust_remote_code=target.trust_remote_code,
             )

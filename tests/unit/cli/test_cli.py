@@ -62,8 +62,8 @@ def test_the_flag_list_is_frozen() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_explains_itself(name: str) -> None:
-    for path, field, _ in configuration.flag_options(load(COMMANDS[name].config)):
-        assert field.metadata.get("help"), f"{name} {'.'.join(path)} has no help text"
+    for field, _ in configuration.flag_options(load(COMMANDS[name].config)):
+        assert field.metadata.get("help"), f"{name} {field.name} has no help text"
 
 
 @pytest.mark.parametrize("name", ["run"])
@@ -126,8 +126,8 @@ def test_help_puts_options_under_the_heading_of_the_class_that_declares_them(
     )
     headings = {
         "target and draft:\n": "--target",
-        "speculation:\n  drafting and verification\n\n": "--tree",
-        "http:\n  the server that clients meet\n\n": "--port",
+        "drafting and verification:\n": "--tree",
+        "the server that clients meet:\n": "--port",
     }
     for heading, flag in headings.items():
         part = shown.partition(f"\n{heading}")[2].partition("\n\n")[0]

@@ -26,13 +26,6 @@ class Optim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Http:
-    port: int = option(80)
-    keys: tuple[str, ...] | None = option(None)
-    k: int | None = option(None)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Sample:
     family: str = option(help="which", positional=True, choices=("a", "b"))
     target: str = option(help="a folder")
@@ -41,7 +34,9 @@ class Sample:
     learn: bool = option(False)
     taps: list[int] = option(factory=list)
     optim: Optim = option(factory=Optim)
-    http: Http = option(help="the server", factory=Http, flags=True)
+    port: int = option(80)
+    keys: tuple[str, ...] | None = option(None)
+    cache: bool = option(True)
 
 
 def resolve(*argv: str) -> Sample:
@@ -145,15 +140,10 @@ def test_a_recipe_or_override_behind_a_list_is_none_of_it(tmp_path: Path) -> Non
         (("a", "--target", "t", "--taps", "1", "x"), "'taps' is 'x'; it must be a whole number"),
         (("a", "--target", "t", "optim=3"), "'optim' is 3; it must be a mapping"),
         (("a", "--target", "t", "lr=3"), "'lr'; did you mean 'optim.lr'"),
-        (
-            ("a", "--target", "t", "http.schedule=x"),
-            "'http.schedule'; did you mean 'optim.schedule'",
-        ),
         (("a", "--target", "t", "optmi.lr=3"), "'optmi'; did you mean 'optim'"),
         (("a", "--target", "t", "prot=3"), "'prot'; did you mean 'port'"),
         (("a", "--target", "t", "--prot", "3"), "'--prot'; did you mean '--port'"),
-        (("a", "--target", "t", "http.prot=3"), "'http.prot'; did you mean 'http.port'"),
-        (("a", "--target", "t", "port=x"), "'http.port' is 'x'; it must be a whole number"),
+        (("a", "--target", "t", "port=x"), "'port' is 'x'; it must be a whole number"),
         (("a", "--target", "t", "optim.schedule=linear"), "one of cosine, constant"),
         (("a", "--target", "t", "loose"), "'loose' and 't' are both given as the target"),
         (("a", "steps", "200"), "'steps' and '200' are both given as the target"),
@@ -197,35 +187,11 @@ def test_merge_changes_neither_input() -> None:
     assert base == {"optim": {"lr": 1, "schedule": "cosine"}} and over == {"optim": {"lr": 2}}
 
 
-def test_an_option_of_a_section_with_flags_has_every_spelling(tmp_path: Path) -> None:
-    spellings = (("--port", "3"), ("port=3",), ("http.port=3",), ("http: {port: 3}",), ("port: 3",))
-    for spelling in spellings:
-        text = f"target: t\n{spelling[0] if ':' in spelling[0] else ''}\n"
-        words = () if ":" in spelling[0] else spelling
-        path = recipe(tmp_path, text)
-        assert resolve("a", path, *words).http == Http(port=3), spelling
-        assert resolve("a", "--config", path, *words).http == Http(port=3), spelling
-
-
-def test_the_later_source_wins_by_either_spelling_of_a_section(tmp_path: Path) -> None:
-    given = recipe(tmp_path, "target: t\nhttp: {port: 1, keys: [x]}\n")
-    assert resolve("a", given, "port=2").http == Http(port=2, keys=("x",))
-    assert resolve("a", given, "port=2", "http.port=3").http.port == 3
-    assert resolve("a", given, "http.port=2", "--port", "3", "--keys", "y", "k=4").http == Http(
-        port=3, keys=("y",), k=4
-    )
-    flat = recipe(tmp_path, "target: t\nport: 1\n")
-    assert resolve("a", flat, "http.port=2").http.port == 2
-
-
-def test_both_spellings_in_one_recipe_are_one_sentence(tmp_path: Path) -> None:
-    assert refusal("a", recipe(tmp_path, "port: 1\nhttp: {port: 2}\n")) == (
-        "port and http.port are the same option; give one of them"
-    )
-    for text in ("http: 3\nport: 2\n", "port: 2\nhttp: 3\n"):
-        assert "'http' is 3; it must be a mapping" in refusal(
-            "a", "--target", "t", recipe(tmp_path, text)
-        )
+def test_a_switch_has_one_flag_which_changes_its_default(tmp_path: Path) -> None:
+    assert not resolve("a", "--target", "t", "--no-cache").cache
+    path = recipe(tmp_path, "target: t\ncache: false\nlearn: true\n")
+    assert not resolve("a", path).cache and resolve("a", path, "cache=true").cache
+    assert "'--cache'; did you mean '--no-cache'" in refusal("a", "--target", "t", "--cache")
 
 
 def numbers(cls: type, *path: str) -> Iterator[tuple[tuple[str, ...], dataclasses.Field, type]]:
@@ -276,6 +242,7 @@ def test_limits_that_machines_have_are_named() -> None:
          "mtp optim.lr=1e-4 --epochs=2 --out O"),
         ("train", "mtp --learning-rate=1e-4 --ttt-steps 3", "mtp optim.lr=1e-4 unroll.steps=3"),
         ("serve", "--no-enable-prefix-caching", "--no-prefix-cache"),
+        ("serve", "--enable-prefix-caching --config c.yaml", "prefix_cache=true c.yaml"),
         ("serve", "--num-speculative-tokens 5", "--k 5"),
         ("audit", "--num-speculative-tokens=5", "--k=5"),
         ("generate", "--num-prompts 8 --max-new-tokens 9", "--count 8 --max-tokens 9"),
@@ -293,8 +260,8 @@ def test_names_of_peers_are_taken_and_told(
 
 def test_a_peers_name_in_a_section_of_ours_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     parser = parser_for("train", load(COMMANDS["train"].config))
-    found = parse(parser, ["mtp", "optim.learning_rate=3", "http.learning_rate=3"])
-    assert found.extra == ["optim.lr=3", "http.learning_rate=3"]
+    found = parse(parser, ["mtp", "optim.learning_rate=3", "unroll.learning_rate=3"])
+    assert found.extra == ["optim.lr=3", "unroll.learning_rate=3"]
     assert "optim.learning_rate is optim.lr here" in capsys.readouterr().err
 
 

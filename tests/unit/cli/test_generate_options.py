@@ -28,7 +28,7 @@ def test_drafts_are_those_of_a_server_with_the_same_options() -> None:
     config = options(draft="folder", draft_dtype="bfloat16", batch=24, k=3, suffix=True)
     check(config)
     served = config.served(77)
-    assert (served.draft, served.draft_dtype, served.lookup.suffix) == ("folder", "bfloat16", True)
+    assert (served.draft, served.draft_dtype, served.suffix) == ("folder", "bfloat16", True)
     engine = served.engine_config()
     assert (engine.max_batch, engine.max_length, engine.k) == (24, 77, 3)
 

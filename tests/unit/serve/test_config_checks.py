@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 
-from draftsmith.config import build
+from draftsmith.commands.arguments import collect, parse, parser_for
+from draftsmith.config import build, to_dict
 from draftsmith.drafters.target.device import device_of
 from draftsmith.errors import UserError
 from draftsmith.serve.command import check
-from draftsmith.serve.config import EngineConfig, ServeConfig, ServedLookup
+from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.config_checks import check_engine
 
 NAN = float("nan")
+RECIPES = Path(__file__).parents[3] / "recipes" / "serve"
 
 
 @pytest.mark.parametrize(
@@ -47,19 +52,19 @@ def test_an_engine_is_not_made_of(options, words):
     [
         ({"k": "auto", "k_schedule": "1:5"}, "k is auto together with k_schedule"),
         ({"threads": 0}, "'threads' is 0"),
-        ({"request_timeout_s": NAN}, "'http.request_timeout_s' is nan"),
-        ({"poll_s": 0.0}, "'learning.poll_s' is 0"),
-        ({"drain_s": -1.0}, "'http.drain_s' is -1"),
-        ({"log_stats_s": NAN}, "'http.log_stats_s' is nan"),
-        ({"learn_share": 0.0}, "'learning.learn_share' is 0"),
-        ({"record_taps": -1}, "'learning.record_taps' is -1"),
+        ({"request_timeout_s": NAN}, "'request_timeout_s' is nan"),
+        ({"poll_s": 0.0}, "'poll_s' is 0"),
+        ({"drain_s": -1.0}, "'drain_s' is -1"),
+        ({"log_stats_s": NAN}, "'log_stats_s' is nan"),
+        ({"learn_share": 0.0}, "'learn_share' is 0"),
+        ({"record_taps": -1}, "'record_taps' is -1"),
         ({"record_taps": 64}, "record_taps is 64 without learn"),
         (
             {"record_taps": 64, "learn": "b", "learn_distributions": False},
             "record_taps is 64 with no-learn-distributions",
         ),
         ({"record_taps": 64, "learn": "b", "redact": "m:f"}, "record_taps is 64 with redact"),
-        ({"port": 65536}, "'http.port' is 65536"),
+        ({"port": 65536}, "'port' is 65536"),
         ({"api_key": ("right", " ")}, "api_key is empty"),
         ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a draft"),
         ({"ngram": True, "fallback": "suffix"}, "fallback is given without a trained draft"),
@@ -89,13 +94,50 @@ def test_a_server_is_not_started_with(options, words):
         ServeConfig(
             target="t",
             draft="d",
-            lookup=ServedLookup(
-                suffix=True, suffix_share=0.5, fallback="ngram", prompt_lookup_min=1
-            ),
+            suffix=True,
+            suffix_share=0.5,
+            fallback="ngram",
+            prompt_lookup_min=1,
         )
     )
     with pytest.raises(UserError, match=words):
         check(build(ServeConfig, {"target": "t"} | options))
+
+
+def resolve(*words: str) -> ServeConfig:
+    parser = parser_for("serve", ServeConfig)
+    return build(ServeConfig, collect(ServeConfig, parse(parser, words)))
+
+
+def test_a_server_is_the_same_by_flags_and_by_a_file(tmp_path):
+    words = (
+        "--target t --draft d --lora a=b c=d --k auto --max-length 99 --no-prefix-cache --learn b "
+        "--api-key x y --port 0 --fallback suffix --suffix-max-cached-requests 3 "
+        "--synthetic-acceptance 0.5"
+    )
+    config, path = resolve(*words.split()), tmp_path / "serve.yaml"
+    assert (config.api_key, config.max_length, config.prefix_cache) == (("x", "y"), 99, False)
+    path.write_text(yaml.safe_dump(to_dict(config)))
+    assert resolve(str(path)) == config
+
+
+def test_recorded_positions_reach_the_engine():
+    config = resolve("--target", "t", "--draft", "d", "--learn", "b", "--record-taps", "64")
+    assert config.engine_config().record_taps == 64
+
+
+def test_a_choice_may_be_off(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text("target: t\ncompile: off\n")
+    assert resolve(str(path)).compile == "off"
+    assert resolve("--target", "t", "compile=off").compile == "off"
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda recipe: recipe.stem)
+def test_a_shipped_recipe_is_accepted(recipe):
+    config = resolve(str(recipe), "--target", "t", "--draft", "d")
+    check(config)
+    assert config != ServeConfig(target="t", draft="d")
 
 
 @pytest.mark.parametrize(

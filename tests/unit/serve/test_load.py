@@ -16,7 +16,7 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.command import watch_versions
-from draftsmith.serve.config import EngineConfig, LearningOptions, ServeConfig
+from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.load import load_drafter
@@ -71,11 +71,11 @@ def test_a_server_starts_beside_a_spoilt_live_version(
 ) -> None:
     tear(folder, 2)
     spoil(folder, 3)
-    config = ServeConfig(target="", learning=LearningOptions(versions=str(folder), poll_s=1e-3))
+    config = ServeConfig(target="", versions=str(folder), poll_s=1e-3)
     started = load_drafter(config, target)
     assert started.version == "1" and started.number == 1
     loop = EngineLoop(build_engine(target, started.drafter, EngineConfig(), draft_version="1"))
-    watcher = watch_versions(config.learning, loop.start(), started)
+    watcher = watch_versions(config, loop.start(), started)
     try:
         watcher.look()
     finally:
@@ -92,11 +92,10 @@ def test_a_server_without_a_whole_version_starts_with_its_draft(
     checkpoint.save(FAMILIES["mtp"].create(MtpOptions(), target, seed=0), draft, target)
     for version in (1, 2, 3):
         tear(folder, version)
-    learning = LearningOptions(versions=str(folder))
-    config = ServeConfig(target="", learning=learning, draft=str(draft))
+    config = ServeConfig(target="", versions=str(folder), draft=str(draft))
     started = load_drafter(config, target)
     assert started.drafter is not None and (started.version, started.number) == ("0", None)
     (warning,) = warnings_of(caplog)
     assert warning.startswith("version 3 is corrupt") and "starting with draft" in warning
     with pytest.raises(UserError, match="version 3 is corrupt"):
-        load_drafter(ServeConfig(target="", learning=learning), target)
+        load_drafter(ServeConfig(target="", versions=str(folder)), target)

@@ -13,7 +13,7 @@ from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.serve.config import EngineConfig, ServeConfig, ServedSpeculation
+from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
@@ -109,15 +109,14 @@ def test_k_on_the_command_line(given: dict[str, str], k: int, adaptive: bool) ->
 
 
 def test_a_schedule_on_the_command_line_says_the_most_too() -> None:
-    speculation = ServedSpeculation(k_schedule="1:5,8:3,32:0")
-    config = ServeConfig(target="t", speculation=speculation).engine_config()
+    config = ServeConfig(target="t", k_schedule="1:5,8:3,32:0").engine_config()
     assert config.k == 5 and config.k_schedule == "1:5,8:3,32:0"
 
 
 @pytest.mark.parametrize("k", ["many", "-1", "1.5", ""])
 def test_a_k_that_is_no_number_is_refused(k: str) -> None:
     with pytest.raises(UserError, match="auto"):
-        ServeConfig(target="t", speculation=ServedSpeculation(k=k)).engine_config()
+        ServeConfig(target="t", k=k).engine_config()
 
 
 def test_k_auto_grows_whole_trees_or_none(target: Target) -> None:
