@@ -8,13 +8,11 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
-from typing import cast
 
 import torch
 from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.client import accepted_keys
 from draftsmith.drafters.target.device import (
     default_threads,
     device_of,
@@ -26,19 +24,16 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.lock import sigterm_ends
 from draftsmith.record import Sink
-from draftsmith.serve.config import HttpOptions, LearningOptions, ServeConfig
+from draftsmith.serve.config import LearningOptions, ServeConfig
 from draftsmith.serve.config_checks import check
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.streams import Level
 from draftsmith.serve.listen import HttpServer, create_app
 from draftsmith.serve.load import LoadedDraft, load_adapters, load_drafter, load_fallback
 from draftsmith.serve.metrics.dashboard import History, Source
 from draftsmith.serve.metrics.log_line import StatsLog
-from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.warm_up import warm_up
 from draftsmith.serve.watch import VersionWatcher
@@ -163,7 +158,7 @@ def serve(
             services.callback(sink.close)
         loop = EngineLoop(engine).start()
         services.callback(loop.close, drain_s=config.drain_s)
-        server = make_server(config, loop)
+        server = Server(loop, config)
         history = History(engine).start()
         services.callback(history.stop)
         dashboard = Source(history, server.metrics.by_class, server.model, config.versions)
@@ -174,26 +169,6 @@ def serve(
         answering = http_server(config, app, loop, listener, name=server.model)
         with sigterm_ends(answering), services.pop_all(), suppress(KeyboardInterrupt):
             answering.run(sockets=[listener])
-
-
-def make_server(http: HttpOptions, loop: EngineLoop) -> Server:
-    name = http.name or loop.engine.target.name
-    limits = ServerLimits(
-        api_keys=accepted_keys(http.api_key),
-        max_body_bytes=http.max_body_bytes,
-        max_concurrency=http.max_concurrency,
-        timeout_s=http.request_timeout_s,
-    )
-    level = cast(Level, http.per_request_spec_decode_metrics)
-    return Server(
-        loop,
-        name,
-        ServerMetrics(loop.engine, name),
-        limits,
-        level,
-        tool_parser=http.tool_call_parser,
-        reasoning_parser=http.reasoning_parser,
-    )
 
 
 def watch_versions(

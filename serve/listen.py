@@ -34,7 +34,8 @@ def create_app(server: Server, dashboard: Source | None = None) -> FastAPI:
     app = FastAPI(title="draftsmith", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(
         RequestLimits,
-        limits=server.limits,
+        http=server.http,
+        api_keys=server.api_keys,
         load=server.load,
         responded=server.metrics.responded,
     )
@@ -47,7 +48,7 @@ def create_app(server: Server, dashboard: Source | None = None) -> FastAPI:
     add_responses_endpoint(app, server)
     if dashboard is not None:
         add_dashboard(app, dashboard)
-    describe(app, model=server.model, guarded=bool(server.limits.api_keys))
+    describe(app, model=server.model, guarded=bool(server.api_keys))
     return app
 
 

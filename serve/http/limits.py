@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from draftsmith.serve.config import HttpOptions
 from draftsmith.serve.http.errors import Refusal, overloaded, timed_out
 
 log = logging.getLogger(__name__)
@@ -35,18 +36,8 @@ OPEN_PATHS = (
 ANSWERING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerLimits:
-    """Keys that open the server, and the most that requests may take."""
-
-    api_keys: tuple[str, ...] = ()  # any of them opens; empty: no key is asked for
-    max_body_bytes: int = 16 * 2**20
-    max_concurrency: int | None = None  # answers being made at the same time, waiting ones included
-    timeout_s: float | None = None  # from a request's arrival to the end of its answer
-    unread_s: float = 5.0  # and then until a client has read it
-
-
 PIECE_S = 20.0  # in which the next piece of a body comes
+UNREAD_S = 5.0  # after the time of an answer, until a client has read it
 
 
 @dataclass(frozen=True)
@@ -79,14 +70,23 @@ class ServerLoad:
 
 
 class RequestLimits:
-    """Middleware that holds requests to `limits`. `responded` is called with the status of every
-    answer of the generating endpoints, refusals here included."""
+    """Middleware that holds requests to the server's limits. `responded` is called with the status
+    of every answer of the generating endpoints, refusals here included.
+
+    Args:
+        api_keys: any of them opens; empty: no key is asked for.
+    """
 
     def __init__(
-        self, app: ASGIApp, limits: ServerLimits, load: ServerLoad, responded: Callable[[int], None]
+        self,
+        app: ASGIApp,
+        http: HttpOptions,
+        api_keys: Sequence[str],
+        load: ServerLoad,
+        responded: Callable[[int], None],
     ):
-        self.app, self.limits, self.load, self.responded = app, limits, load, responded
-        self._digests = digests(limits.api_keys)
+        self.app, self.http, self.load, self.responded = app, http, load, responded
+        self._digests = digests(api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -106,12 +106,14 @@ class RequestLimits:
             return
         if body is None:  # the client went away
             return
-        arrival = Arrival(at_s, self.limits.timeout_s, len(body))
+        arrival = Arrival(at_s, self.http.request_timeout_s, len(body))
         scope.setdefault("state", {})["arrival"] = arrival
         self.load.num_answering += answering
-        most_s = self.limits.timeout_s and self.limits.timeout_s + self.limits.unread_s
+        whole_s = self.http.request_timeout_s
         try:
-            await asyncio.wait_for(self.app(scope, _replayed(body, receive), send), most_s)
+            await asyncio.wait_for(
+                self.app(scope, _replayed(body, receive), send), whole_s and whole_s + UNREAD_S
+            )
         except asyncio.TimeoutError:
             log.warning("%s: an answer was not read to its end in time", scope["path"])
         finally:
@@ -120,7 +122,7 @@ class RequestLimits:
     async def _body(self, receive: Receive, at_s: float) -> bytes | None:
         pieces: list[bytes] = []
         num_bytes, more = 0, True
-        whole_s = self.limits.timeout_s or float("inf")
+        whole_s = self.http.request_timeout_s or float("inf")
         while more:
             left_s = min(PIECE_S, at_s + whole_s - time.monotonic())
             try:
@@ -131,8 +133,8 @@ class RequestLimits:
                 return None
             pieces.append(message.get("body", b""))
             num_bytes += len(pieces[-1])
-            if num_bytes > self.limits.max_body_bytes:
-                raise _cut(413, too_large(self.limits.max_body_bytes), code="body_too_large")
+            if num_bytes > self.http.max_body_bytes:
+                raise _cut(413, too_large(self.http.max_body_bytes), code="body_too_large")
             more = message.get("more_body", False)
         return b"".join(pieces)
 
@@ -150,12 +152,12 @@ class RequestLimits:
                 headers={"www-authenticate": "Bearer"},
             )
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self.limits.max_body_bytes:
-            raise _cut(413, too_large(self.limits.max_body_bytes), code="body_too_large")
+        if length.isdecimal() and int(length) > self.http.max_body_bytes:
+            raise _cut(413, too_large(self.http.max_body_bytes), code="body_too_large")
         self._check_load(scope)
 
     def _check_load(self, scope: Scope) -> None:
-        most = self.limits.max_concurrency
+        most = self.http.max_concurrency
         if (
             most is not None
             and scope["path"] in ANSWERING_PATHS

@@ -7,17 +7,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import Request as HttpRequest
 
+from draftsmith.client import accepted_keys
+from draftsmith.serve.config import HttpOptions
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.errors import Refusal
-from draftsmith.serve.http.limits import ServerLimits, ServerLoad, arrival_of, tenant_of
+from draftsmith.serve.http.limits import ServerLoad, arrival_of, tenant_of
 from draftsmith.serve.http.streams import Intake, Level, StreamEvent, ThreadBridge
 from draftsmith.serve.http.tokens import most_characters
 from draftsmith.serve.metrics.server import ServerMetrics
-from draftsmith.serve.tools.template import AUTO, ChatTemplate
+from draftsmith.serve.tools.template import ChatTemplate
 
 T = TypeVar("T")
 
@@ -27,14 +29,13 @@ class Server:
     """State that the endpoints share."""
 
     loop: EngineLoop
-    model: str
-    metrics: ServerMetrics
-    limits: ServerLimits = field(default_factory=ServerLimits)
-    report: Level = "none"  # of every response's drafts; a request may ask for more
+    http: HttpOptions
+    model: str = field(init=False)
+    metrics: ServerMetrics = field(init=False)
+    api_keys: tuple[str, ...] = field(init=False)
+    report: Level = field(init=False)  # of every response's drafts; a request may ask for more
     load: ServerLoad = field(default_factory=ServerLoad)
     intake: Intake = field(init=False)
-    tool_parser: str = AUTO  # see `ChatTemplate`
-    reasoning_parser: str = AUTO
     vocabulary: Any = field(init=False)
     template: ChatTemplate = field(init=False)
     most_characters: int | None = field(init=False)  # of a prompt that may fit into the context
@@ -56,22 +57,26 @@ class Server:
         return self.intake.tokenizer
 
     def __post_init__(self) -> None:
-        target = self.loop.engine.target
+        target, http = self.loop.engine.target, self.http
+        self.model = http.name or target.name
+        self.metrics = ServerMetrics(self.loop.engine, self.model)
+        self.api_keys = accepted_keys(http.api_key)
+        self.report = cast(Level, http.per_request_spec_decode_metrics)
         # A copy, for reading tokens on the event loop's thread while another text is encoded.
         self.vocabulary = copy.deepcopy(target.tokenizer())
         self.most_characters = most_characters(self.vocabulary, self.loop.engine.max_length)
         self.intake = Intake(target.tokenizer(), self.vocabulary, target.device)
         self.template = ChatTemplate(
             self.vocabulary,
-            tool_parser=self.tool_parser,
-            reasoning_parser=self.reasoning_parser,
+            tool_parser=http.tool_call_parser,
+            reasoning_parser=http.reasoning_parser,
         )
 
     def tenant(self, request: HttpRequest) -> str:
         """Client of a request as the queue distinguishes them; "" where one key or none is
         asked for."""
         key = request.headers.get("authorization", "")
-        return tenant_of(key) if len(self.limits.api_keys) > 1 else ""
+        return tenant_of(key) if len(self.api_keys) > 1 else ""
 
     @property
     def models(self) -> list[str]:

@@ -34,23 +34,20 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.products.int8_rows import available
 from draftsmith.record import Sink
 from draftsmith.serve.command import bind
-from draftsmith.serve.config import EngineConfig
+from draftsmith.serve.config import EngineConfig, HttpOptions
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.streams import Level, RequestStreams
+from draftsmith.serve.http.streams import RequestStreams
 from draftsmith.serve.listen import HttpServer, create_app
 from draftsmith.serve.metrics.dashboard import History, Source
-from draftsmith.serve.metrics.server import ServerMetrics
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.data_folders import rows_of, sampled_from, write_rows
 from tests.integration.served import publish
 
 MODEL = "tiny"
-DEFAULT_LIMITS = ServerLimits()
 OPTIONS = {name: options() for name, options in DEFAULTS.items()} | {
     "draft-lm": DraftLmOptions(num_layers=1, hidden_size=32)
 }
@@ -59,15 +56,15 @@ GATE = GateConfig(every=1, held_out=0.3)
 
 
 class LiveServer:
-    def __init__(self, engine: EngineCore, limits: ServerLimits, report: Level):
+    def __init__(self, engine: EngineCore, http: HttpOptions):
         self.engine, self.loop = engine, EngineLoop(engine).start()
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        metrics = ServerMetrics(engine, MODEL)
+        server = Server(self.loop, http)
         # Not started: its tests look when they want to.
-        self.dashboard = Source(History(engine), metrics.by_class, MODEL)
-        app = create_app(Server(self.loop, MODEL, metrics, limits, report), self.dashboard)
-        self._server = HttpServer(app, self.loop, drain_s=0.0, timeout_s=limits.timeout_s)
+        self.dashboard = Source(History(engine), server.metrics.by_class, MODEL)
+        app = create_app(server, self.dashboard)
+        self._server = HttpServer(app, self.loop, drain_s=0.0, timeout_s=http.request_timeout_s)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, daemon=True
         )
@@ -132,8 +129,8 @@ def data(tmp_path_factory: pytest.TempPathFactory, target_folder: str) -> Path:
 
 @pytest.fixture(scope="module")
 def live_server() -> Iterator[Callable[..., LiveServer]]:
-    """`live_server(target, drafter, config, sink=, limits=, report=)`; all are closed at the end of
-    the module."""
+    """`live_server(target, drafter, config, sink=, adapters=)` with fields of `HttpOptions`; all are
+    closed at the end of the module."""
     servers: list[LiveServer] = []
 
     def start(
@@ -142,12 +139,11 @@ def live_server() -> Iterator[Callable[..., LiveServer]]:
         config: EngineConfig,
         *,
         sink: Sink | None = None,
-        limits: ServerLimits = DEFAULT_LIMITS,
-        report: Level = "none",
         adapters: Adapters | None = None,
+        **http: Any,
     ) -> LiveServer:
         engine = build_engine(target, drafter, config, sink=sink, adapters=adapters)
-        servers.append(LiveServer(engine, limits, report))
+        servers.append(LiveServer(engine, HttpOptions(name=MODEL, **http)))
         return servers[-1]
 
     yield start

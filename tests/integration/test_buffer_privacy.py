@@ -25,7 +25,6 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.record import hashed_answer
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.http.limits import ServerLimits
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.waiting import wait_until
 
@@ -42,7 +41,7 @@ def test_a_client_has_all_choices_of_its_answer_forgotten(
         Ngram(min_n=1),
         EngineConfig(k=3),
         sink=writer,
-        limits=ServerLimits(api_keys=("key",)),
+        api_key=("key",),
     )
     key = {"authorization": "Bearer key"}
     prompt = [7, 8, 7, 8, 7]

@@ -21,11 +21,10 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.versions import publish, record_decision
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.http.limits import ServerLimits
 from tests.forked import cli
 
 REPEATS = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
-KEYS = ServerLimits(api_keys=("secret",))
+KEYS = ("secret",)
 BEARER = {"authorization": "Bearer secret"}
 
 
@@ -45,7 +44,9 @@ def server(target: Target, live_server: Callable, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def guarded(target: Target, live_server: Callable) -> Any:
-    return live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4), limits=KEYS)
+    return live_server(
+        target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4), api_key=KEYS
+    )
 
 
 def test_data_is_what_metrics_say(server: Any) -> None:

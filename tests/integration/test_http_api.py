@@ -278,7 +278,9 @@ def test_token_ids_of_prompt_and_answer(
 def test_the_server_reports_drafts_of_every_request_as_told(
     level: str, target: Target, live_server: Callable
 ) -> None:
-    server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3), report=level)
+    server = live_server(
+        target, Ngram(min_n=1, max_n=3), EngineConfig(k=3), per_request_spec_decode_metrics=level
+    )
     prompt, options = [7, 8, 9] * 5, {**GREEDY, "max_tokens": 30}
     body = server.complete(prompt, **options).json()
     if level == "none":

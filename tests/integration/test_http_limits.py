@@ -15,7 +15,6 @@ import pytest
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.http.limits import ServerLimits
 from tests.waiting import wait_until
 
 LONG = {"max_tokens": 200, "ignore_eos": True}
@@ -32,9 +31,7 @@ def error(response: Any, status: int, code: str | None) -> dict[str, Any]:
 def test_any_of_several_keys_opens_and_nothing_else_does(
     target: Target, live_server: Callable
 ) -> None:
-    server = live_server(
-        target, None, EngineConfig(), limits=ServerLimits(api_keys=("first", "second"))
-    )
+    server = live_server(target, None, EngineConfig(), api_key=("first", "second"))
     for wrong in (
         None,
         "Bearer third",
@@ -66,7 +63,7 @@ def test_any_of_several_keys_opens_and_nothing_else_does(
 def test_a_body_that_is_too_large_is_refused(
     chunked: bool, target: Target, live_server: Callable
 ) -> None:
-    server = live_server(target, None, EngineConfig(), limits=ServerLimits(max_body_bytes=2000))
+    server = live_server(target, None, EngineConfig(), max_body_bytes=2000)
     body = json.dumps({"model": "tiny", "prompt": "x" * 3000}).encode()
 
     def pieces() -> Iterator[bytes]:
@@ -82,9 +79,7 @@ def test_a_body_that_is_too_large_is_refused(
 
 
 def test_one_answer_too_many_at_a_time_is_put_off(target: Target, live_server: Callable) -> None:
-    server = live_server(target, None, EngineConfig(), limits=ServerLimits(max_concurrency=1)).slow(
-        0.02
-    )
+    server = live_server(target, None, EngineConfig(), max_concurrency=1).slow(0.02)
     with server.http.stream(
         "POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True, **LONG}
     ) as answer:
@@ -125,9 +120,7 @@ def test_a_full_queue_puts_off_and_what_never_fits_is_refused(
 
 
 def test_a_request_that_takes_too_long_is_ended(target: Target, live_server: Callable) -> None:
-    server = live_server(target, None, EngineConfig(), limits=ServerLimits(timeout_s=0.3)).slow(
-        0.05
-    )
+    server = live_server(target, None, EngineConfig(), request_timeout_s=0.3).slow(0.05)
     assert error(server.complete("x", **LONG), 408, "timeout")["type"] == "timeout_error"
     events = server.events("/v1/completions", prompt="x", **LONG)
     assert events[-1]["error"]["code"] == "timeout"
@@ -187,8 +180,7 @@ def answer_to(connection: socket.socket) -> bytes:
 
 
 def test_a_body_that_does_not_come_holds_nobody_up(target: Target, live_server: Callable) -> None:
-    limits = ServerLimits(timeout_s=2.0, max_concurrency=2)
-    server = live_server(target, None, EngineConfig(), limits=limits)
+    server = live_server(target, None, EngineConfig(), request_timeout_s=2.0, max_concurrency=2)
     begun_s = time.monotonic()
     waiting = [connected(server, head(100) + b"{") for _ in range(4)]
     assert server.complete("x", max_tokens=1).status_code == 200
@@ -203,7 +195,7 @@ def test_a_body_that_does_not_come_holds_nobody_up(target: Target, live_server: 
 def test_a_head_that_does_not_come_is_given_up(
     sent: bytes, target: Target, live_server: Callable
 ) -> None:
-    server = live_server(target, None, EngineConfig(), limits=ServerLimits(timeout_s=1.0))
+    server = live_server(target, None, EngineConfig(), request_timeout_s=1.0)
     begun_s = time.monotonic()
     assert answer_to(connected(server, sent)) == b""
     assert 1.0 <= time.monotonic() - begun_s < 15
@@ -215,8 +207,7 @@ def test_a_head_that_does_not_come_is_given_up(
 def test_the_time_of_a_request_begins_when_it_arrives(
     target: Target, live_server: Callable
 ) -> None:
-    limits = ServerLimits(timeout_s=4.0)
-    server = live_server(target, None, EngineConfig(), limits=limits).slow(0.05)
+    server = live_server(target, None, EngineConfig(), request_timeout_s=4.0).slow(0.05)
     body = json.dumps({"prompt": "x", **LONG}).encode()
     begun_s = time.monotonic()
     connection = connected(server, head(len(body)) + body[:5])

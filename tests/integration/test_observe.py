@@ -83,7 +83,9 @@ def made(loop: Callable[..., Any]) -> Any:
 @pytest.fixture
 def url(made: Any, live_server: Callable[..., Any]) -> str:
     drafter = checkpoint.load(made.root / "draft", made.target)
-    return live_server(made.target, drafter, EngineConfig(k=3), report="detailed").url
+    return live_server(
+        made.target, drafter, EngineConfig(k=3), per_request_spec_decode_metrics="detailed"
+    ).url
 
 
 @pytest.mark.long
@@ -115,7 +117,13 @@ def test_records_say_what_the_server_itself_records(
     tokens and q are not known; and logged p that the learner's target gives too."""
     drafter = checkpoint.load(made.root / "draft", made.target)
     own = BufferWriter(str(tmp_path / "own"), flush_s=60.0, flush_records=10**6)
-    server = live_server(made.target, drafter, EngineConfig(k=3), sink=own, report="detailed")
+    server = live_server(
+        made.target,
+        drafter,
+        EngineConfig(k=3),
+        sink=own,
+        per_request_spec_decode_metrics="detailed",
+    )
     options = {"enrich": "logprobs", "top_logprobs": 20, "target": made.config.target}
     with proxied(server.url, tmp_path / "seen", top=20, **options) as proxy:
         assert len(proxy.enrichment.forms) >= 2

@@ -12,7 +12,6 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.http.limits import ServerLimits
 
 PROMPT = [5, 60, 7, 200, 9, 33]
 KEY, OTHER = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
@@ -21,9 +20,9 @@ KEY, OTHER = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
 @pytest.fixture(scope="module")
 def server(target: Target, live_server: Callable) -> Any:
     drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
-    keys = ServerLimits(api_keys=("first", "second"))
+    keys = ("first", "second")
     config = EngineConfig(k=3, compile="off")
-    return live_server(target, drafter, config, limits=keys).slow(0.02)
+    return live_server(target, drafter, config, api_key=keys).slow(0.02)
 
 
 def test_drafting_of_a_running_answer_stops_and_resumes(server: Any, target: Target) -> None:
