@@ -174,11 +174,6 @@ class EngineConfig(EngineOptions, SpeculationOptions):
     )
     engine_name: str = option("", "name of the engine in records, for a buffer of several")
     record_taps: int = option(0, RECORD_TAPS_HELP, limits=NOT_NEGATIVE)
-    test_misreport: str | None = option(
-        None,
-        "for tests, LOSSY: DEPTH:FACTOR gives verification a q that is FACTOR times too sharp "
-        "from drafted token DEPTH on",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from draftsmith.config import check_limits
 from draftsmith.drafters.config import check_draft_options, named_folders
-from draftsmith.drafters.tree_shape import SampledShape, SampledTree, TreeShape, parse_tree
+from draftsmith.drafters.tree_shape import TreeShape, parse_tree
 from draftsmith.errors import UserError
 from draftsmith.serve.config import (
     EngineConfig,
@@ -51,19 +51,7 @@ def configured_tree(config: EngineConfig) -> TreeShape | None:
             "synthetic_acceptance is given, which keeps drafts of a chain, together with a tree; "
             "leave one of them out"
         )
-    shape = parse_tree(config.tree)
-    if config.test_misreport is not None and not draws_nodes(shape):
-        raise UserError(
-            f"test_misreport is {config.test_misreport!r} with the tree {config.tree!r}, whose "
-            "drafts are not drawn and have no "
-            "q to make wrong; give a tree 'sampled' or 'auto', or leave the tree out"
-        )
-    return shape
-
-
-def draws_nodes(shape: TreeShape) -> bool:
-    """True for shapes whose nodes are drawn where a request is sampled."""
-    return isinstance(shape, (SampledTree, SampledShape))
+    return parse_tree(config.tree)
 
 
 def check(config: ServeConfig) -> None:

@@ -10,7 +10,6 @@ Files in reading order:
 - `samples`: sampled continuations, the depth in its round of each token, two servers compared
 - `tokens`: tokens beside their distributions
 - `greedy`: greedy texts, alone and of requests of unlike length in flight at once
-- `misreport`: a wrong server on purpose, for tests
 
-Other chapters import `command` and `misreport`.
+Other chapters import `command`.
 """

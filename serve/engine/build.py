@@ -18,7 +18,6 @@ from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer, GraphR
 from draftsmith.kernels.dispatch import pins, reads_freely
 from draftsmith.kernels.host_memory import keep_freed_memory
 from draftsmith.record import Sink
-from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.memory import (
     BlockPlan,
@@ -210,7 +209,6 @@ def _proposer(
         tree=tree,
         least_confidence=config.least_confidence,
         fallback=fallback,
-        misreport=None if config.test_misreport is None else Misreport.parse(config.test_misreport),
     )
 
 

@@ -160,11 +160,10 @@ class EngineCore:
     @property
     def lossless(self) -> bool:
         """True when answers have the target's distribution: typical or synthetic acceptance changes
-        it, and a q made wrong for tests."""
+        it."""
         keeps_distribution = (
             self.config.verification != "typical" and self.config.synthetic_acceptance is None
         )
-        keeps_distribution = keeps_distribution and self.config.test_misreport is None
         return keeps_distribution or self.drafter is None
 
     @property

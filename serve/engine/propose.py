@@ -28,7 +28,6 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import Upload, sent
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.drafts.served import ServedDraft
 from draftsmith.serve.engine.proposal import (
@@ -70,7 +69,6 @@ class Proposer:
         tree: TreeShape | None = None,
         least_confidence: float = 0.0,
         fallback: ServingDrafter | None = None,
-        misreport: Misreport | None = None,
     ):
         drafter = drafts.live.drafter if drafts.served else None
         if tree is not None:
@@ -86,7 +84,6 @@ class Proposer:
         self.vocab_size, self.tree = vocab_size, tree
         # Drafts from the text alone while a draft rests: a drafter without cache and taps.
         self.fallback = fallback
-        self.misreport = misreport  # makes q wrong, for tests
         self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
 
     def propose(
@@ -178,8 +175,6 @@ class Proposer:
         return drafter.propose(inputs)
 
     def _checked(self, proposal: Proposal, asked: ProposalRequest) -> RoundProposal:
-        if self.misreport is not None:
-            proposal = self.misreport.apply(proposal, self.vocab_size)
         drafter = self.drafts.live.drafter
         chains = isinstance(drafter, EndsChains) and drafter.ends_chains
         return checked(

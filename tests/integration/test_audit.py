@@ -23,9 +23,8 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
-from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.build import build_engine
+from tests.misreport import misreporting
 from tests.stand_in_drafts import near
 
 K = 4
@@ -77,20 +76,16 @@ def audit(server: Any, tmp_path: Path, *options: str) -> tuple[int, dict[str, An
 def liar(
     live_server: Callable, target: Target, family: str, depth: int, factor: float = 3.0
 ) -> Any:
-    return live_server(
-        target, make(family, target), replace(CONFIG, test_misreport=f"{depth}:{factor}")
-    )
+    drafter = misreporting(make(family, target), depth, target.vocab_size, factor=factor)
+    return live_server(target, drafter, CONFIG)
 
 
 def broken(report: dict[str, Any]) -> set[str]:
-    """What statistics found, without what the server says of itself."""
-    found = {
+    return {
         check["name"]
         for check in report["checks"]
         if check["kind"] == "check" and not check["passed"]
     }
-    assert "the server's own declaration" in found or report["verdict"] != "lossy"
-    return found - {"the server's own declaration"}
 
 
 def depth_name(depth: int) -> str:
@@ -120,11 +115,12 @@ def test_trees_are_audited_by_depth(
     tmp_path: Path,
 ) -> None:
     """Two children of the root with two children each: six tokens, of which a round keeps two."""
-    config = replace(
-        CONFIG, tree="sampled:2x2", test_misreport=None if depth is None else f"{depth}:3"
-    )
+    drafter = make("eagle3", target)
+    if depth is not None:
+        drafter = misreporting(drafter, depth, target.vocab_size)
+    server = live_server(target, drafter, replace(CONFIG, tree="sampled:2x2"))
     options = (*SMALL, "--samples", str(samples), "--target", target.name)
-    _, report = audit(live_server(target, make("eagle3", target), config), tmp_path, *options)
+    _, report = audit(server, tmp_path, *options)
     checks = {check["name"]: check for check in report["checks"]}
     assert (
         checks.keys() >= {depth_name(1), depth_name(2), "bonus tokens"}
@@ -134,13 +130,6 @@ def test_trees_are_audited_by_depth(
     assert {depth_name(at) for at in (1, 2)} & broken(report) == (
         {depth_name(depth)} if depth else set()
     )
-
-
-def test_a_tree_without_a_distribution_cannot_be_made_wrong(target: Target) -> None:
-    with pytest.raises(UserError, match="'2:3' with the tree 'dynamic'"):
-        build_engine(
-            target, make("eagle3", target), replace(CONFIG, tree="dynamic", test_misreport="2:3")
-        )
 
 
 @pytest.mark.parametrize("length", [pytest.param("4", marks=pytest.mark.long), "7"])

@@ -50,6 +50,7 @@ from tests.integration.served import (
     make_drafter,
     small,
 )
+from tests.misreport import misreporting
 from tests.stand_in_drafts import NearHeads, NearTrees, near, unlike
 
 FALSE_ALARM = 1e-6
@@ -517,7 +518,9 @@ class Mistake(NamedTuple):
 
 MISTAKES = {
     "a wrong q": Mistake(make=lambda world: engine_of(world, Lying(near(world.target)))),
-    "a q too sharp from the second drafted token on": Mistake(Way("near", {"test_misreport": f"{K}:3"})),
+    "a q too sharp from the second drafted token on": Mistake(
+        make=lambda world: engine_of(world, misreporting(near(world.target), K, world.target.vocab_size))
+    ),
     "a guess made after the draw": Mistake(make=lambda world: engine_of(world, Looking(near(world.target)))),
     "a stop that undoes the round it goes by": Mistake(make=undecided, num_samples=NUM_SAMPLES // 3),
     "a draft withdrawn for its own probability": Mistake(

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from draftsmith.cli import main
-from draftsmith.errors import UserError
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 from draftsmith.serve.audit import kernels
 from draftsmith.serve.audit.kernels import KERNELS, Arguments, Kernel, cases, reference_check
-from draftsmith.serve.audit.misreport import Misreport
 from draftsmith.serve.audit.report import Check, Report
 
 CPU = torch.device("cpu")
@@ -134,9 +132,3 @@ def test_bad_input_is_one_sentence(
     assert main(["audit", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("text", ["2", "0:3", "2:0", "a:b", "2:inf", ""])
-def test_what_is_no_misreport_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="DEPTH:FACTOR"):
-        Misreport.parse(text)

@@ -1,9 +1,4 @@
-"""A server that is wrong on purpose, for tests of the audit: verification is given another q than
-drafts were drawn from.
-
-`Engine.lossless` is False with it, so that responses, /v1/models, /health, metrics and the audit
-report the server as lossy.
-"""
+"""Drafts that are wrong on purpose: verification is given another q than they were drawn from."""
 
 from __future__ import annotations
 
@@ -12,26 +7,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from draftsmith.drafters.interface import Proposal
-from draftsmith.errors import UserError
+from draftsmith.drafters.interface import Proposal, ServingDrafter
+
+
+def misreporting(
+    drafter: ServingDrafter, depth: int, vocab_size: int, *, factor: float = 3.0
+) -> ServingDrafter:
+    """The drafter, whose q is `factor` times too sharp from drafted token `depth` on."""
+    wrong = Misreport(depth, factor)
+    for name in ("propose", "propose_tree"):
+        made = getattr(drafter, name, None)
+        if made is not None:
+            told = lambda *given, made=made: wrong.apply(made(*given), vocab_size)  # noqa: E731
+            setattr(drafter, name, told)
+    return drafter
 
 
 @dataclass(frozen=True)
 class Misreport:
     depth: int  # the first drafted token of a round, counted from 1, whose q is wrong
     factor: float  # its logits are given as so many times what they were
-
-    @classmethod
-    def parse(cls, text: str) -> Misreport:
-        """`"2:3"`: three times too sharp from the second drafted token of every round on."""
-        depth, separator, factor = text.partition(":")
-        try:
-            parsed = cls(int(depth), float(factor))
-        except ValueError:
-            parsed = cls(0, 0.0)
-        if not separator or parsed.depth < 1 or not 0 < parsed.factor < math.inf:
-            raise UserError(f"test_misreport is {text!r}; give DEPTH:FACTOR, for example 2:3")
-        return parsed
 
     def apply(self, proposal: Proposal, vocab_size: int) -> Proposal:
         """The same drafts with a wrong q. Drafts of a chain that were not drawn get q = 1 / factor
