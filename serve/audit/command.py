@@ -23,7 +23,7 @@ import torch
 from draftsmith.config import check_limits
 from draftsmith.errors import UserError
 from draftsmith.files import check_file, write_json
-from draftsmith.prompts.suites import check_suite, is_given
+from draftsmith.prompts.suites import check_suite
 from draftsmith.serve.audit.client import AuditClient, AuditCounters
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.greedy import greedy_checks, together_checks
@@ -87,7 +87,7 @@ def check(config: AuditConfig) -> None:
     check_limits(config)
     check_file(config.out, "out")
     check_suite(config, ("prompt",))
-    if is_given(config) and config.url is None:
+    if config.suite is not None and config.url is None:
         raise UserError("a suite is asked of a server; give --url, too")
     if config.device.partition(":")[0] not in DEVICES or (
         config.device != "cpu" and not torch.cuda.is_available()

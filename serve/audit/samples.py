@@ -25,7 +25,7 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.kernels.statistics import Fit, chi_square_survival, homogeneity
 from draftsmith.progress import Progress
-from draftsmith.prompts.suites import is_given, read_suite
+from draftsmith.prompts.suites import read_suite
 from draftsmith.serve.audit.client import AuditClient, AuditCompletion, AuditCounters
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.reference import Path, Text
@@ -65,7 +65,7 @@ class Samples(NamedTuple):
 def make_contexts(client: AuditClient, config: AuditConfig) -> list[Text]:
     """A context behind the prompt each, or, of a suite, behind chats that are spread evenly over
     it."""
-    if not is_given(config):
+    if config.suite is None:
         return [make_context(client, config, index) for index in range(config.contexts)]
     questions = read_suite(config).questions
     chosen = (questions[at * len(questions) // config.contexts] for at in range(config.contexts))

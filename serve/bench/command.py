@@ -32,7 +32,6 @@ from draftsmith.prompts.suites import (
     Asked,
     Question,
     check_suite,
-    is_given,
     most_tokens,
     read_suite,
 )
@@ -57,7 +56,7 @@ CHAIN = ""  # the server without trees
 
 def run(config: BenchConfig) -> int:
     check(config)
-    suite = read_suite(config) if is_given(config) else None
+    suite = read_suite(config) if config.suite is not None else None
     prompts = suite.questions if suite is not None else read_questions(config)
     with ExitStack() as servers:
         urls: dict[str, str] = {}
@@ -149,7 +148,7 @@ def check(config: BenchConfig) -> None:
     check_suite(config, ("prompts", "num_prompts", "prompt_chars"))
     for name in ("out", "markdown", "png"):
         files.check_file(vars(config)[name], name)
-    if config.markdown is not None and not is_given(config):
+    if config.markdown is not None and config.suite is None:
         raise UserError(
             f"markdown is {config.markdown!r}, and a table by task is made of a suite; give suite"
         )
@@ -270,7 +269,7 @@ def _body(config: BenchConfig, model: str, case: BenchCase) -> dict[str, Any]:
 
 
 def _ignores_eos(config: BenchConfig) -> bool:
-    return not is_given(config) if config.ignore_eos is None else config.ignore_eos
+    return config.suite is None if config.ignore_eos is None else config.ignore_eos
 
 
 def pair_options(config: BenchConfig) -> dict[str, Any]:

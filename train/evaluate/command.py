@@ -23,7 +23,7 @@ from draftsmith.drafters.weights import TellsReads
 from draftsmith.errors import UserError
 from draftsmith.files import as_values, check_file, markdown_table, write_json
 from draftsmith.kernels.acceptance import DraftCost, bucket_of, label_of
-from draftsmith.prompts.suites import check_suite, is_given, most_tokens, read_suite
+from draftsmith.prompts.suites import check_suite, most_tokens, read_suite
 from draftsmith.train.config import EvalConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.folders import folders_of
@@ -125,7 +125,7 @@ class OfFolders(NamedTuple):
 
 def texts_of(config: EvalConfig, target: Target) -> dict[float, BySource]:
     """Texts at each temperature, by task of a suite or by the path of their folder."""
-    if is_given(config):
+    if config.suite is not None:
         suite = read_suite(config)
         print(f"suite {suite.about}", file=sys.stderr)
         return {
@@ -173,7 +173,7 @@ def check_processes(config: EvalConfig) -> None:
 def check_options(config: EvalConfig) -> None:
     check_limits(config)
     check_suite(config, ("data", "prompts", "held_out"))
-    if not is_given(config):
+    if config.suite is None:
         if not config.data:
             raise UserError("option 'data' is not given; give folders of data, or a suite")
         folders_of(config.data)
@@ -311,7 +311,7 @@ def show(
 ) -> None:
     """Print the tables."""
     evaluations = [one.whole for one in found]
-    by_source = source_table("task" if is_given(config) else "folder", found)
+    by_source = source_table("folder" if config.suite is None else "task", found)
     print("\n".join([by_source, *notes(evaluations)]))
     if any(len(evaluation.by_context) > 1 for evaluation in evaluations):
         print(context_table(evaluations))
@@ -329,8 +329,7 @@ def report(
     trees: list[TreeTau],
     cost: DraftCost | None,
 ) -> None:
-    data = config.suite or config.suite_file
-    data = data or " ".join(folder.path for folder in folders_of(config.data))
+    data = config.suite or " ".join(folder.path for folder in folders_of(config.data))
     bounds = [bound for _, bound in memory_bound(cost, [one.whole for one in evaluated])]
     found = [
         as_values(one.whole) | {"mbsu": bound, "data": data}

@@ -165,8 +165,8 @@ def located(file: Published, suite: Suite, folder: str | None) -> Path:
         return _in_cache(file, suite, cache_folder() / "suites" / file.sha256[:12] / file.name)
     except OSError as error:
         raise UserError(
-            f"the cache of suites cannot be used ({error}); name a folder in suite_folder or "
-            f"DRAFTSMITH_SUITES that holds {file.name}"
+            f"the cache of suites cannot be used ({error}); name a folder that holds "
+            f"{file.name} in DRAFTSMITH_SUITES"
         ) from error
 
 
@@ -187,7 +187,7 @@ def _in_folder(file: Published, suite: Suite, folder: Path) -> Path:
             return path
     raise UserError(
         f"suite folder {str(folder)!r} holds no {file.name} of {suite.source} as published (sha256 "
-        f"{file.sha256[:12]}...); copy {file.url} into it, or give suite_file another file"
+        f"{file.sha256[:12]}...); copy {file.url} into it, or give another file as the suite"
     )
 
 
@@ -197,13 +197,13 @@ def _fetch(file: Published, path: Path) -> None:
             content = response.read()
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(
-            f"{file.url} cannot be fetched ({error}); name a folder in suite_folder or "
-            "DRAFTSMITH_SUITES that holds it"
+            f"{file.url} cannot be fetched ({error}); name a folder that holds it in "
+            "DRAFTSMITH_SUITES"
         ) from error
     if _hash(content) != file.sha256:
         raise UserError(
-            f"{file.url} gave another file than published (sha256 {_hash(content)[:12]}...); give "
-            "suite_folder a folder that holds the suite's, or suite_file this one"
+            f"{file.url} gave another file than published (sha256 {_hash(content)[:12]}...); name "
+            "a folder that holds the suite's in DRAFTSMITH_SUITES, or give this one as the suite"
         )
     with atomic_path(path) as temporary:
         temporary.write_bytes(content)

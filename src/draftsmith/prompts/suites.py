@@ -38,18 +38,9 @@ MOST_HELP = f"default: {FEWER}, of a suite {MOST_TOKENS}"
 class SuiteOptions:
     suite: str | None = option(
         None,
-        "public prompts in place of others, with figures by task; fetched once into the user's "
-        "cache",
-        choices=tuple(SUITES),
-    )
-    suite_file: str | None = option(
-        None,
-        "a suite of your own: rows with `turns`, a `question` or a conversation, and a `category`",
-    )
-    suite_folder: str | None = option(
-        None,
-        f"folder that holds the suite's files as published, which then are not fetched; default: "
-        f"the environment variable {FOLDER}",
+        f"prompts in place of others, with figures by task: {', '.join(SUITES)}, fetched once into "
+        f"the user's cache (or found in the folder that {FOLDER} names), or a file of rows with "
+        "`turns`, a `question` or a conversation, and a `category`",
     )
     suite_share: float = option(
         1.0, "part of each task's prompts: 0.2 takes every fifth", limits=PART
@@ -71,25 +62,20 @@ class Asked(NamedTuple):
     questions: list[Question]
 
 
-def is_given(options: SuiteOptions) -> bool:
-    return options.suite is not None or options.suite_file is not None
-
-
 def most_tokens(options: SuiteOptions, wanted: int | None) -> int:
-    return wanted or (MOST_TOKENS if is_given(options) else FEWER)
+    return wanted or (FEWER if options.suite is None else MOST_TOKENS)
 
 
 def check_suite(options: SuiteOptions, in_place_of: Sequence[str]) -> None:
     """Raises a `UserError` for options that do not go together; those of `in_place_of` are about
     other prompts."""
-    if not is_given(options):
-        if options.suite_share != 1 or options.suite_folder is not None:
-            raise UserError("suite_share and suite_folder are of a suite; give suite, too")
+    if options.suite is None:
+        if options.suite_share != 1:
+            raise UserError("suite_share is of a suite; give suite, too")
         return
-    if options.suite is not None and options.suite_file is not None:
+    if options.suite not in SUITES and not os.path.isfile(options.suite):
         raise UserError(
-            f"suite {options.suite} and suite_file {options.suite_file!r} are both given; leave "
-            "one out"
+            f"suite is {options.suite!r}, no file and none of {', '.join(SUITES)}; give one of them"
         )
     defaults = {field.name: field.default for field in fields(options)}
     for name in in_place_of:
@@ -102,14 +88,13 @@ def check_suite(options: SuiteOptions, in_place_of: Sequence[str]) -> None:
 
 def read_suite(options: SuiteOptions) -> Asked:
     """Raises a `UserError` where the suite cannot be had or read."""
-    if options.suite_file is not None:
-        path = Path(options.suite_file)
-        about, files = path.name, [(path, "")]
-    else:
-        assert options.suite is not None
-        suite = SUITES[options.suite]
+    assert options.suite is not None
+    if (suite := SUITES.get(options.suite)) is not None:
         about = f"{options.suite} ({suite.source}, {suite.licence})"
-        files = files_of(suite, options.suite_folder)
+        files = files_of(suite)
+    else:
+        path = Path(options.suite)
+        about, files = path.name, [(path, "")]
     questions = _joined([one for path, task in files for one in questions_in(path, task)])
     chosen = shared(questions, options.suite_share)
     if not chosen:
@@ -117,9 +102,9 @@ def read_suite(options: SuiteOptions) -> Asked:
     return Asked(f"{about}: {len(chosen)} of {len(questions)} prompts", chosen)
 
 
-def files_of(suite: Suite, folder: str | None = None) -> list[tuple[Path, str]]:
+def files_of(suite: Suite) -> list[tuple[Path, str]]:
     """(path, task of its prompts) of each file, as `located` finds it."""
-    where = folder or os.environ.get(FOLDER) or None
+    where = os.environ.get(FOLDER) or None
     return [(located(file, suite, where), file.task) for file in suite.files]
 
 

@@ -33,7 +33,7 @@ def written(path: Path, rows: list) -> Path:
 
 
 def of_file(path: Path) -> list[Question]:
-    return read_suite(SuiteOptions(suite_file=str(path))).questions
+    return read_suite(SuiteOptions(suite=str(path))).questions
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_another_file_than_published_is_not_kept(suite: Suite, tmp_path: Path) -
 
 def test_a_suite_that_cannot_be_fetched_says_where_it_may_lie(suite: Suite, tmp_path: Path) -> None:
     (tmp_path / "published" / "question.jsonl").unlink()
-    with pytest.raises(UserError, match=r"cannot be fetched .* suite_folder or DRAFTSMITH_SUITES"):
+    with pytest.raises(UserError, match=r"cannot be fetched .* in DRAFTSMITH_SUITES"):
         read_suite(SuiteOptions(suite="gsm8k"))
 
 
@@ -199,9 +199,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(
-        UserError, match=r"cache of suites cannot be used .* suite_folder or DRAFTSMITH_SUITES"
-    ):
+    with pytest.raises(UserError, match=r"cache of suites cannot be used .* in DRAFTSMITH_SUITES"):
         located(suite.files[0], suite, None)
 
 
@@ -213,10 +211,9 @@ def test_a_folder_takes_the_place_of_the_net(
     folder = tmp_path / "clones"
     written(folder / "a" / "question.jsonl", ROWS[:1])
     written(folder / "b" / "data" / "question.jsonl", ROWS)
-    options = SuiteOptions(suite="gsm8k", suite_folder=str(folder))
-    assert len(read_suite(options).questions) == 3
+    options = SuiteOptions(suite="gsm8k")
     monkeypatch.setenv(suites.FOLDER, str(folder))
-    assert len(read_suite(SuiteOptions(suite="gsm8k")).questions) == 3
+    assert len(read_suite(options).questions) == 3
     (folder / "b" / "data" / "question.jsonl").unlink()
     with pytest.raises(UserError, match=r"holds no question\.jsonl of somebody/Suite"):
         read_suite(options)
@@ -225,9 +222,8 @@ def test_a_folder_takes_the_place_of_the_net(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"suite": "gsm8k", "suite_file": "x.jsonl"}, "both given"),
+        ({"suite": "x.jsonl"}, "no file and none of spec-bench"),
         ({"suite_share": 0.2}, "give suite, too"),
-        ({"suite_folder": "x"}, "give suite, too"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict, words: str) -> None:

@@ -576,7 +576,7 @@ def test_a_suite_is_audited_behind_its_chats(tmp_path: Any) -> None:
     """Contexts are spread over the tasks, and begin with the chat by the server's own template."""
     path = tmp_path / "suite.jsonl"
     path.write_text("\n".join(json.dumps({"turns": [f"{n}", "more"]}) for n in range(10)))
-    config = replace(GREEDY, temperature=0.0, suite_file=str(path), contexts=2)
+    config = replace(GREEDY, temperature=0.0, suite=str(path), contexts=2)
     server, prompts, chats = ChainServer(ours=True), [], []
 
     def handle(request: httpx.Request) -> httpx.Response:

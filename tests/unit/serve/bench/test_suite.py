@@ -127,7 +127,7 @@ def test_a_suite_is_measured_by_task(
     out, card, picture = (tmp_path / name for name in ("o.json", "card.md", "speed.png"))
     options = {"out": str(out), "markdown": str(card), "png": str(picture)}
     config = BenchConfig(
-        url="x", suite_file=suite, temperature=[0.0], repeats=2, concurrency=[1, 2], **options
+        url="x", suite=suite, temperature=[0.0], repeats=2, concurrency=[1, 2], **options
     )
     assert command.run(config) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
@@ -157,17 +157,17 @@ def test_a_suite_is_measured_by_task(
 def test_a_suite_is_asked_as_its_papers_ask_it_unless_told_otherwise(
     server: Answering, suite: str
 ) -> None:
-    config = BenchConfig(url="x", suite_file=suite, temperature=[0.0], repeats=1)
+    config = BenchConfig(url="x", suite=suite, temperature=[0.0], repeats=1)
     command.run(config)
     assert {body["max_tokens"] for body in server.bodies} == {1024}
     assert not any("ignore_eos" in body for body in server.bodies)
     server.bodies.clear()
-    command.run(BenchConfig(url="x", suite_file=suite, repeats=1, max_tokens=7, ignore_eos=True))
+    command.run(BenchConfig(url="x", suite=suite, repeats=1, max_tokens=7, ignore_eos=True))
     assert {(body["max_tokens"], body["ignore_eos"]) for body in server.bodies} == {(7, True)}
 
 
 def test_no_pass_finds_prompts_that_another_has_cached(server: Answering, suite: str) -> None:
-    command.run(BenchConfig(url="x", suite_file=suite, repeats=2, concurrency=[1, 2]))
+    command.run(BenchConfig(url="x", suite=suite, repeats=2, concurrency=[1, 2]))
     salts = [body.get("cache_salt") for body in server.bodies]
     # 2 numbers of users, 2 temperatures, off and on, twice; 6 requests each. The first request of
     # a kind comes before.
@@ -175,7 +175,7 @@ def test_no_pass_finds_prompts_that_another_has_cached(server: Answering, suite:
     assert len(passes) == 16 and all(salts.count(salt) == 6 for salt in passes)
     # Nor prompts of another run at the same server.
     server.bodies.clear()
-    command.run(BenchConfig(url="x", suite_file=suite, repeats=2, concurrency=[1, 2]))
+    command.run(BenchConfig(url="x", suite=suite, repeats=2, concurrency=[1, 2]))
     assert not passes & {body.get("cache_salt") for body in server.bodies}
 
 
@@ -190,7 +190,7 @@ def test_plain_servers_get_no_field_of_ours(server: Answering, suite: str) -> No
         return Answering().handle(request)
 
     server.handle = handle  # type: ignore[method-assign]
-    command.run(BenchConfig(url="x", suite_file=suite, repeats=1, modes=["plain"]))
+    command.run(BenchConfig(url="x", suite=suite, repeats=1, modes=["plain"]))
     assert {key for body in asked for key in body} == {
         "model", "max_tokens", "temperature", "messages", "stream", "stream_options",
     }  # fmt: skip
@@ -202,7 +202,7 @@ def test_a_prompt_that_does_not_fit_is_left_out_and_counted(
     rows = [{"task": "a", "turns": ["x" * 2000, "two"]}, {"task": "a|b", "turns": ["one", "two"]}]
     path, out = tmp_path / "suite.jsonl", tmp_path / "o.json"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    options = {"url": "x", "suite_file": str(path), "temperature": [0.0], "repeats": 2}
+    options = {"url": "x", "suite": str(path), "temperature": [0.0], "repeats": 2}
     assert command.run(BenchConfig(**options, out=str(out))) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
     # Two turns in two passes, off and on.
@@ -222,7 +222,7 @@ def test_a_place_that_no_file_can_take_is_refused_first(
 ) -> None:
     for place, says in ((tmp_path, "a folder"), (Path(suite) / "x", "below the file")):
         with pytest.raises(UserError, match=says):
-            command.run(BenchConfig(url="x", suite_file=suite, **{option: str(place)}))
+            command.run(BenchConfig(url="x", suite=suite, **{option: str(place)}))
     assert not server.bodies
 
 

@@ -216,7 +216,7 @@ def suite(tmp_path) -> str:
 
 def test_a_suite_is_answered_and_measured_by_task(target, draft, suite, tmp_path, capsys):
     out = tmp_path / "figures.json"
-    options = ["--target", target.name, "--draft", draft, "--suite-file", suite, "--k", "2"]
+    options = ["--target", target.name, "--draft", draft, "--suite", suite, "--k", "2"]
     options += ["--max-tokens", "6", "--out", str(out), "--store"]
     assert cli.main(["eval", *options, "--temperature", "0", "1"]) == 0
     found = read_json(out)["evaluation"]
@@ -237,7 +237,7 @@ def test_a_suite_is_answered_and_measured_by_task(target, draft, suite, tmp_path
 
 
 def test_the_second_turn_of_a_suite_is_asked_behind_the_answer_to_the_first(target):
-    config = EvalConfig(target=target.name, draft="", max_tokens=5, suite_file="x")
+    config = EvalConfig(target=target.name, draft="", max_tokens=5, suite="x")
     first, second = ({"role": "user", "content": text} for text in ("for name in", "and then"))
     question = Question({"messages": [first]}, (second,), "chat")
     one, other = suite_texts(config, 0.0, target, [question])["chat"]
@@ -251,7 +251,7 @@ def test_the_second_turn_of_a_suite_is_asked_behind_the_answer_to_the_first(targ
 
 def test_a_conversation_that_outgrows_the_target_is_left_out_from_there_on(target, capsys):
     most = target.max_positions - 5
-    config = EvalConfig(target=target.name, draft="", max_tokens=5, suite_file="x")
+    config = EvalConfig(target=target.name, draft="", max_tokens=5, suite="x")
     short, long = ({"role": "user", "content": text} for text in ("for name in", "ab " * most))
     questions = [
         Question({"messages": [short]}, (long, short), "a"),
@@ -264,7 +264,7 @@ def test_a_conversation_that_outgrows_the_target_is_left_out_from_there_on(targe
 
 
 def test_texts_of_a_suite_are_cut_at_the_longest_length(target, capsys):
-    config = EvalConfig(target=target.name, draft="", max_tokens=8, suite_file="x", max_length=6)
+    config = EvalConfig(target=target.name, draft="", max_tokens=8, suite="x", max_length=6)
     question = Question({"messages": [{"role": "user", "content": "for name in"}]}, (), "chat")
     with pytest.raises(
         UserError, match="every prompt of the suite is as long; give a larger max_length"
@@ -278,7 +278,7 @@ def test_texts_of_a_suite_are_cut_at_the_longest_length(target, capsys):
     [
         ((), "'data' is not given; give folders of data, or a suite"),
         (("--suite", "gsm8k", "--data", "x"), "data is ('x',) and chooses other prompts"),
-        (("--suite", "gsm8k", "--suite-file", "x"), "leave one out"),
+        (("--suite", "x"), "suite is 'x', no file and none of"),
     ],
 )
 def test_data_or_a_suite_is_given(options, said, target, draft, capsys):
