@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -10,16 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
-from draftsmith.client import bearer, send
+from draftsmith.client import base_of, bearer, message_of, parse, send
 from draftsmith.errors import UserError
 
 ID_PREFIX = "token_id:"
 MAX_LOGPROBS = 20
 LEAST_CONNECTIONS = 6
-METRIC = re.compile(
-    r"^vllm:spec_decode_(num_[a-z_]+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+]+)$", re.MULTILINE
-)
-POSITION = re.compile(r'position="(\d+)"')
+COUNTER = "vllm:spec_decode_num_{}_total"
 Given = TypeVar("Given")
 Answer = TypeVar("Answer")
 
@@ -75,7 +71,7 @@ class AuditClient:
         concurrency: int,
         transport: httpx.BaseTransport | None = None,
     ) -> AuditClient:
-        base = url.rstrip("/").removesuffix("/v1")
+        base = base_of(url)
         # For requests that must be in flight at once.
         connections = max(concurrency, LEAST_CONNECTIONS)
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
@@ -149,15 +145,15 @@ class AuditClient:
         if response.status_code != 200:
             raise UserError(
                 f"the server refused an audit request with {response.status_code}: "
-                f"{_message(response)}"
+                f"{message_of(response.content)}"
             )
         try:
             answer = response.json()
             logprobs = [choice["logprobs"] or {} for choice in answer["choices"]]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"the server answered with no completion ({_message(response)}); audit one "
-                "with OpenAI's API"
+                f"the server answered with no completion ({message_of(response.content)}); audit "
+                "one with OpenAI's API"
             ) from error
         return [
             _completion(entry, report)
@@ -173,21 +169,19 @@ class AuditClient:
         """Counters of the server; None where it counts no draft tokens, as one without
         speculation."""
         try:
-            text = self.http.get("/metrics").text
-        except httpx.HTTPError:
+            found = parse(self.http.get("/metrics").text)
+        except (httpx.HTTPError, UserError):
             return None
-        counts: dict[str, float] = {}
-        positions: dict[int, float] = {}
-        for name, labels, value in METRIC.findall(text):
-            counts[name] = counts.get(name, 0.0) + float(value)
-            if position := POSITION.search(labels):
-                index = int(position.group(1))
-                positions[index] = positions.get(index, 0.0) + float(value)
-        if "num_draft_tokens" not in counts:
+        drafted, drafts, accepted = map(
+            COUNTER.format, ("draft_tokens", "drafts", "accepted_tokens_per_pos")
+        )
+        if not found.has(drafted):
             return None
-        accepted = [int(positions.get(index, 0)) for index in range(max(positions, default=-1) + 1)]
+        kept = {int(at): int(count) for at, count in found.by(accepted, "position").items() if at}
         return AuditCounters(
-            int(counts["num_draft_tokens"]), int(counts.get("num_drafts", 0)), accepted
+            int(found.total(drafted)),
+            int(found.total(drafts)),
+            [kept.get(at, 0) for at in range(max(kept, default=-1) + 1)],
         )
 
 
@@ -216,12 +210,3 @@ def _token_id(name: str) -> int:
 
 def _by_id(top: dict[str, float] | None) -> dict[int, float]:
     return {_token_id(name): value for name, value in (top or {}).items()}
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        body = response.json()
-    except ValueError:
-        return response.text[:200]
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import json
 import random
-import re
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from draftsmith.client import bearer, send_async
+from draftsmith.client import base_of, bearer, message_of, parse, send_async
 from draftsmith.errors import UserError
 from draftsmith.prompts.corpus import CORPORA, held_out
 from draftsmith.prompts.shapes import Row
@@ -123,7 +122,7 @@ class PassResult:
 class Client:
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float):
         self.http = httpx.AsyncClient(
-            base_url=url.rstrip("/").removesuffix("/v1"), headers=bearer(api_key), timeout=timeout_s
+            base_url=base_of(url), headers=bearer(api_key), timeout=timeout_s
         )
 
     async def model(self) -> str:
@@ -170,10 +169,10 @@ class Client:
         """Bytes of weights that target passes and proposals read, from a draftsmith server's
         metrics; empty for other servers."""
         response = await self.http.get("/metrics")
-        found = re.findall(
-            r'^draftsmith_step_bytes\{.*step="(\w+)".*\} (\S+)$', response.text, re.MULTILINE
-        )
-        return {step: float(value) for step, value in found}
+        try:
+            return parse(response.text).by("draftsmith_step_bytes", "step")
+        except UserError:
+            return {}
 
     def _send(self, request: httpx.Request) -> Awaitable[httpx.Response]:
         return self.http.send(request, stream=True)
@@ -202,11 +201,11 @@ class Client:
         try:
             async with aclosing(await send_async(self._send, request)) as response:
                 if response.status_code in UNFIT:
-                    answer.refused = _message(await response.aread())
+                    answer.refused = message_of(await response.aread())
                     return
                 if response.status_code != 200:
                     raise UserError(
-                        f"the server refused a request: {_message(await response.aread())}"
+                        f"the server refused a request: {message_of(await response.aread())}"
                     )
                 async for line in _lines(response):
                     if line.startswith("data: ") and line != "data: [DONE]":
@@ -246,7 +245,7 @@ def _event(text: str) -> Body:
         UserError: the event is an error."""
     event = json.loads(text)
     if "error" in event:
-        raise UserError(f"the server broke an answer off: {_message(text.encode())}")
+        raise UserError(f"the server broke an answer off: {message_of(text.encode())}")
     return event
 
 
@@ -264,10 +263,3 @@ def _take(chunk: Body, answer: TimedAnswer) -> None:
         answer.num_tokens = chunk["usage"]["completion_tokens"]
     if chunk.get("metrics"):
         answer.report = chunk["metrics"]["speculative_decoding"]
-
-
-def _message(content: bytes) -> str:
-    try:
-        return json.loads(content)["error"]["message"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return content[:200].decode(errors="replace")

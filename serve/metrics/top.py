@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.client import API_KEY_HELP, bearer
+from draftsmith.client import API_KEY_HELP, base_of, bearer
 from draftsmith.config import SECONDS, option
 from draftsmith.errors import UserError
 
@@ -34,8 +34,9 @@ class TopConfig:
 def run(config: TopConfig) -> int:
     import httpx  # not for the options
 
-    url = config.url.rstrip("/").removesuffix("/v1")
-    with httpx.Client(base_url=url, headers=bearer(config.api_key), timeout=10) as http:
+    with httpx.Client(
+        base_url=base_of(config.url), headers=bearer(config.api_key), timeout=10
+    ) as http:
         draws = sys.stdout.isatty()
         data = ask(http, config.url)
         print(CLEAR if draws else "", end="")

@@ -8,6 +8,7 @@ be carried out twice, as completions may. A server's /metrics is parsed here too
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def with_key(api_key: str | None) -> dict[str, str]:
     return dict(os.environ) if api_key is None else os.environ | {VARIABLE: api_key}
 
 
-def base_of(url: str, option: str) -> str:
+def base_of(url: str, option: str = "url") -> str:
     """Address of the server that an option names, without the path of its API."""
     base = url.rstrip("/").removesuffix("/v1")
     try:
@@ -62,6 +63,16 @@ def base_of(url: str, option: str) -> str:
             "http://127.0.0.1:8000"
         )
     return base
+
+
+def message_of(answer: bytes) -> str:
+    """Message of an error, in OpenAI's form or another."""
+    try:
+        body = json.loads(answer)
+    except ValueError:
+        return answer[:200].decode(errors="replace")
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
 
 
 class Attempt:
