@@ -26,7 +26,16 @@ from draftsmith.serve.http.bodies import (
     Text,
     ToolFields,
 )
-from draftsmith.serve.sampling.params import SamplingParams
+from draftsmith.serve.sampling.params import LIMITS, SamplingParams
+
+
+def bounds(name: str) -> Any:
+    """Those that the engine has for a parameter."""
+    low, high, ends = LIMITS[name]
+    return Field(
+        **{"ge" if ends[0] == "[" else "gt": low, "le" if ends[1] == "]" else "lt": high}  # type: ignore[arg-type]
+    )
+
 
 TokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
 # What is looked through for every token.
@@ -39,8 +48,8 @@ class Speculation(StrictModel):
     """Extension of OpenAI's API: draft length and temperature of this request, and whether the
     response reports what was accepted."""
 
-    k: Annotated[int, Field(ge=0, le=64)] | None = None
-    draft_temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    k: Annotated[int, bounds("k")] | None = None
+    draft_temperature: Annotated[float, bounds("draft_temperature")] | None = None
     report: bool = False
 
 
@@ -54,10 +63,10 @@ class Generation(FormatFields, AcceptedFields):
     """Parameters shared by completions and chat completions."""
 
     model: Text | None = None  # default: the one that is served
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, bounds("temperature")] | None = None
+    top_p: Annotated[float, bounds("top_p")] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, bounds("min_p")] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -65,16 +74,16 @@ class Generation(FormatFields, AcceptedFields):
     stop_token_ids: Annotated[TokenIds, Field(max_length=MOST_WORDS)] | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, lt=1e30)] | None = None
+    presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, bounds("repetition_penalty")] | None = None
     logit_bias: dict[Text, Annotated[float, Field(ge=-100, le=100)]] | None = None
     bad_words: (
         Annotated[Many[Annotated[Text, Field(min_length=1)]], Field(max_length=MOST_WORDS)] | None
     ) = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     # as vLLM: of the prompt's tokens, this many alternatives each
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, bounds("prompt_logprobs")] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool = True
     # Fast tokenizers put no spaces there, whatever it says.
@@ -208,7 +217,7 @@ class CompletionRequest(Generation):
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[Many[TokenIds], Field(min_length=1)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: bool = True
@@ -258,7 +267,7 @@ class CompletionRequest(Generation):
 class ChatRequest(Generation, ConversationBody, ToolFields, AcceptedChatFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, bounds("logprobs")] | None = None
     include_reasoning: bool | None = None  # as vLLM: false leaves the reasoning out of the answer
     reasoning_effort: Text | None = None
     verbosity: Text | None = None

@@ -23,7 +23,7 @@ from draftsmith.serve.http.bodies import (
     TextFormat,
 )
 from draftsmith.serve.http.errors import validation_refusal
-from draftsmith.serve.http.protocol import ChatRequest, Speculation
+from draftsmith.serve.http.protocol import ChatRequest, Speculation, bounds
 
 
 class TextContent(StrictModel):
@@ -107,8 +107,8 @@ class ResponsesRequest(AcceptedFields):
     input: Text | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, bounds("temperature")] | None = None
+    top_p: Annotated[float, bounds("top_p")] | None = None
     text: TextOptions | None = None
     tools: Many[ResponseFunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseNamedChoice | None = None

@@ -3,12 +3,12 @@ the mend. Torch-free."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, PART, SHARE, Limits
 from draftsmith.errors import UserError
 from draftsmith.kernels.constants import MIN_TEMPERATURE
 from draftsmith.serve.sampling.grammar import Grammar
@@ -17,33 +17,47 @@ if TYPE_CHECKING:
     import torch
 
 
-MAX_BIAS = 100.0  # OpenAI's bounds
-MAX_PENALTY = 2.0
+MAX_LOGPROBS = 20
+LOGPROBS, PENALTY = Limits(0, MAX_LOGPROBS, "[]"), Limits(-2, 2, "[]")
+TEMPERATURE, BIAS = Limits(0, 100, "[]"), Limits(-100, 100, "[]")
+LIMITS = {
+    "temperature": TEMPERATURE,
+    "top_k": NOT_NEGATIVE,
+    "top_p": PART,
+    "min_p": SHARE,
+    "max_tokens": AT_LEAST_1,
+    "min_tokens": NOT_NEGATIVE,
+    "logprobs": LOGPROBS,
+    "prompt_logprobs": LOGPROBS,
+    "k": Limits(0, 64, "[]"),
+    "draft_temperature": TEMPERATURE,
+    "repetition_penalty": Limits(0, 1e18, "()"),
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+}
+OF_SPECULATION = ("k", "draft_temperature")  # as requests name them
 
 
-def within(
-    name: str, value: float | None, low: float, high: float, *, open_low: bool = False
-) -> None:
-    if value is None:
-        return
-    if not (low <= value <= high) or (open_low and value == low):
-        bounds = f"{'above' if open_low else 'at least'} {low:g}" + (
-            f" and at most {high:g}" if high < math.inf else ""
-        )
-        raise UserError(f"{name} is {value}; it must be {bounds}")
+def check_limits(params: SamplingParams) -> None:
+    given = [(name, getattr(params, name), limits) for name, limits in LIMITS.items()]
+    given += [(f"logit_bias of token {token}", bias, BIAS) for token, bias in params.logit_bias]
+    for name, value, limits in given:
+        if value is not None and not limits.hold(value):
+            raise UserError(f"{shown(name)} is {value}; it must be {limits}")
+    for name in ("temperature", "draft_temperature"):
+        value = getattr(params, name)
+        if value is not None and 0 < value < MIN_TEMPERATURE:
+            raise UserError(
+                f"{shown(name)} is {value}; give 0 for greedy or at least {MIN_TEMPERATURE}"
+            )
+
+
+def shown(name: str) -> str:
+    return f"speculation.{name}" if name in OF_SPECULATION else name
 
 
 def check_adjustments(params: SamplingParams) -> None:
     """Check the values that need no target."""
-    if not 0 < params.repetition_penalty < math.inf:
-        raise UserError(
-            f"repetition_penalty is {params.repetition_penalty}; it must be above 0 and finite, 1 "
-            "being none"
-        )
-    within("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    within("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    for token, bias in params.logit_bias:
-        within(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
     twice = _repeated(token for token, _ in params.logit_bias)
     if twice is not None:
         raise UserError(f"logit_bias names token {twice} twice; give one bias a token")
@@ -59,7 +73,6 @@ def check_adjustments(params: SamplingParams) -> None:
 
 
 def _check_min_tokens(params: SamplingParams) -> None:
-    within("min_tokens", params.min_tokens, 0, math.inf)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise UserError(
             f"min_tokens is {params.min_tokens}, more than max_tokens {params.max_tokens}; ask "
@@ -104,7 +117,6 @@ def _repeated(values: Iterable[int]) -> int | None:
     return None
 
 
-MAX_LOGPROBS = 20
 # A transformers `LogitsProcessor`: (input_ids [1, n], scores [1, V]) -> scores [1, V], a pure
 # function of both.
 LogitsProcessor = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
@@ -154,25 +166,7 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
-        within("temperature", self.temperature, 0.0, 100.0)
-        if 0 < self.temperature < MIN_TEMPERATURE:
-            raise UserError(
-                f"temperature is {self.temperature}; give 0 for greedy or at least "
-                f"{MIN_TEMPERATURE}"
-            )
-        within("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        within("min_p", self.min_p, 0.0, 1.0)
-        within("top_k", self.top_k, 0, math.inf)
-        within("max_tokens", self.max_tokens, 1, math.inf)
-        within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        within("speculation.draft_temperature", self.draft_temperature, 0.0, 100.0)
-        if self.draft_temperature is not None and 0 < self.draft_temperature < MIN_TEMPERATURE:
-            raise UserError(
-                f"speculation.draft_temperature is {self.draft_temperature}; give 0 or at least "
-                f"{MIN_TEMPERATURE}"
-            )
-        within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        within("speculation.k", self.k, 0, 64)
+        check_limits(self)
         if "" in self.stop:
             raise UserError("stop holds an empty string; give the text to stop at")
         check_adjustments(self)
