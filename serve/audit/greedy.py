@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from draftsmith.serve.audit.client import AuditClient
@@ -34,8 +35,8 @@ NONE: dict[str, float] = {}
 class GreedyDivergence(NamedTuple):
     place: int  # of the continuation
     token: int
-    likeliest: int
-    margin: float  # logprob distance of the two likeliest tokens there
+    wanted: int
+    margin: float  # logprob distance of the two
 
 
 def greedy_checks(
@@ -58,16 +59,10 @@ def greedy_checks(
             identity_check(config, tokens, [distributions[text] for text in texts], index)
         )
         if plain is not None:
-            checks.append(
-                same_text_check(
-                    config,
-                    tokens,
-                    continuation(plain, config, context),
-                    distributions,
-                    context,
-                    index,
-                )
-            )
+            name = f"greedy text against plain decoding, context {index}"
+            gaps = [distributions[text].top_gap for text in texts]
+            other = continuation(plain, config, context)
+            checks.append(fork_check(config, name, tokens, other, gaps.__getitem__, of="plain"))
     return [*checks, slip_control(config, known)]
 
 
@@ -98,35 +93,30 @@ def identity_check(
     )
 
 
-def same_text_check(
+def fork_check(
     config: AuditConfig,
+    name: str,
     tokens: list[int],
-    plain: list[int],
-    distributions: DistributionBook,
-    context: Text,
-    index: int,
+    wanted: list[int],
+    margin_at: Callable[[int], float],
+    *,
+    of: str,
 ) -> Check:
-    """Compare token for token, up to the first fork; tokens behind a fork have another prefix and
-    are no evidence."""
-    name = f"greedy text against plain decoding, context {index}"
-    forks = [place for place, (ours, theirs) in enumerate(zip(tokens, plain)) if ours != theirs]
+    """Compare token for token, up to the first fork, which is noise where the two tokens are that
+    close; tokens behind it have another prefix and are no evidence. `of` names the wanted ones."""
+    forks = [place for place, (ours, theirs) in enumerate(zip(tokens, wanted)) if ours != theirs]
     if not forks:
-        said = (
-            f"{len(tokens)} tokens, the same"
-            if len(tokens) == len(plain)
-            else f"{len(tokens)} tokens, plain {len(plain)}"
-        )
-        return Check(name=name, kind="check", passed=len(tokens) == len(plain), said=said)
+        same = len(tokens) == len(wanted)
+        said = f"{len(tokens)} tokens, " + ("the same" if same else f"{of} {len(wanted)}")
+        passed = same and len(tokens) == config.greedy_tokens
+        return Check(name=name, kind="check", passed=passed, said=said)
     place = forks[0]
-    before = (*context, *tokens[:place])
-    margin = distributions[before].top_gap
-    found = GreedyDivergence(place, tokens[place], plain[place], margin)
-    said = f"forks at token {place + 1} of {len(tokens)}, margin {margin:.3g}"
+    found = GreedyDivergence(place, tokens[place], wanted[place], margin_at(place))
     return Check(
         name=name,
         kind="check",
-        passed=margin <= config.margin,
-        said=said,
+        passed=found.margin <= config.margin,
+        said=f"forks at token {place + 1} of {len(tokens)}, margin {found.margin:.3g}",
         evidence={"divergences": [found._asdict()]},
     )
 
@@ -168,10 +158,11 @@ def together_checks(
     alone = [answer(client, config, one) for one in asked]
     crowd = replace(client, concurrency=len(asked))
     beside = crowd.map(lambda one: answer(client, config, one), asked)
-    return [
-        same_check(config, distributions, *texts)
-        for texts in zip(asked, alone, beside, strict=True)
-    ]
+    checks = []
+    for one, theirs, ours in zip(asked, alone, beside, strict=True):
+        margin = partial(distance, distributions, one, theirs, ours)
+        checks.append(fork_check(config, one.name, ours, theirs, margin, of="alone"))
+    return checks
 
 
 def requests(
@@ -196,43 +187,17 @@ def answer(client: AuditClient, config: AuditConfig, asked: AskedTogether) -> li
     ).tokens
 
 
-def same_check(
-    config: AuditConfig,
-    distributions: DistributionBook,
-    asked: AskedTogether,
-    alone: list[int],
-    beside: list[int],
-) -> Check:
-    """Compare up to the first fork, which is noise where the two tokens are that close."""
-    forks = [place for place, pair in enumerate(zip(alone, beside)) if pair[0] != pair[1]]
-    if not forks:
-        same = len(alone) == len(beside) == config.greedy_tokens
-        said = f"{len(beside)} tokens, " + ("the same" if same else f"alone {len(alone)}")
-        return Check(name=asked.name, kind="check", passed=same, said=said)
-    place = forks[0]
-    prefix = (*asked.text, *alone[:place])
-    distributions.fetch([prefix])
-    margin = distance(distributions[prefix], asked, alone, beside, place)
-    said = f"forks at token {place + 1} of {len(alone)}, margin {margin:.3g}"
-    evidence = {"place": place, "alone": alone[place], "beside": beside[place], "margin": margin}
-    return Check(
-        name=asked.name,
-        kind="check",
-        passed=margin <= config.margin,
-        said=said,
-        evidence=evidence,
-    )
-
-
 def distance(
-    distribution: CoarseDistribution,
+    distributions: DistributionBook,
     asked: AskedTogether,
     alone: list[int],
     beside: list[int],
     place: int,
 ) -> float:
     """Difference of the two tokens' penalised logprobs; infinite where one is not listed."""
-    written = Counter(alone[:place])
+    prefix = (*asked.text, *alone[:place])
+    distributions.fetch([prefix])
+    distribution, written = distributions[prefix], Counter(alone[:place])
     values = []
     for token in (alone[place], beside[place]):
         if token not in distribution.ids:

@@ -51,10 +51,6 @@ class Path(NamedTuple):
 
 
 class ReferenceSource(Protocol):
-    def after(self, texts: Sequence[Text]) -> list[CoarseDistribution]:
-        """The distribution of the token after each text."""
-        ...
-
     def along(self, paths: Sequence[Path]) -> list[list[CoarseDistribution]]:
         """The distributions after `text[:begin]`, `text[:begin + 1]`, ..., `text` of each path."""
         ...
@@ -68,13 +64,7 @@ class DistributionBook:
         self.known: dict[Text, CoarseDistribution] = {}
 
     def fetch(self, texts: Iterable[Text]) -> None:
-        missing = sorted({text for text in texts if text not in self.known})
-        progress = Progress("distributions", total=len(missing), unit="prefixes")
-        for begin in range(0, len(missing), BATCH):
-            part = missing[begin : begin + BATCH]
-            self.known.update(zip(part, self.source.after(part), strict=True))
-            progress.update(begin + len(part))
-        progress.close()
+        self.fetch_along(Path(text, len(text)) for text in texts)
 
     def fetch_along(self, paths: Iterable[Path]) -> None:
         """Fetch the distributions of all prefixes of each path, which costs one pass per text."""
@@ -123,9 +113,6 @@ class ServerDistributions:
         self.config, self.client = config, client
         self.echoes = True  # until the server leaves out the logprobs of a prompt
 
-    def after(self, texts: Sequence[Text]) -> list[CoarseDistribution]:
-        return self.client.map(self._after, texts)
-
     def along(self, paths: Sequence[Path]) -> list[list[CoarseDistribution]]:
         return self.client.map(self._along, paths)
 
@@ -138,7 +125,7 @@ class ServerDistributions:
         return self._distributions(top[:1])[0]
 
     def _along(self, path: Path) -> list[CoarseDistribution]:
-        if self.echoes:
+        if self.echoes and path.begin < len(path.text):
             answer = self.client.complete(list(path.text), **self._body(), echo=True)
             if len(answer.top) == len(path.text) + 1 and answer.tokens[: len(path.text)] == list(
                 path.text
@@ -191,12 +178,6 @@ class TargetDistributions:
             max_length=max_length,
             trust_remote_code=config.trust_remote_code,
         )
-
-    def after(self, texts: Sequence[Text]) -> list[CoarseDistribution]:
-        return [
-            distributions[0]
-            for distributions in self.along([Path(text, len(text)) for text in texts])
-        ]
 
     def along(self, paths: Sequence[Path]) -> list[list[CoarseDistribution]]:
         found: dict[Path, list[CoarseDistribution]] = {}
