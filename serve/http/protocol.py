@@ -32,9 +32,11 @@ from draftsmith.serve.sampling.params import LIMITS, SamplingParams
 def bounds(name: str) -> Any:
     """Those that the engine has for a parameter."""
     low, high, ends = LIMITS[name]
-    return Field(
-        **{"ge" if ends[0] == "[" else "gt": low, "le" if ends[1] == "]" else "lt": high}  # type: ignore[arg-type]
-    )
+    given: dict[str, Any] = {
+        "ge" if ends[0] == "[" else "gt": low,
+        "le" if ends[1] == "]" else "lt": high,
+    }
+    return Field(**given)
 
 
 TokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
