@@ -103,7 +103,7 @@ def fork_check(
     of: str,
 ) -> Check:
     """Compare token for token, up to the first fork, which is noise where the two tokens are that
-    close; tokens behind it have another prefix and are no evidence. `of` names the wanted ones."""
+    close; tokens behind it have another prefix and are no evidence. `of` names the others."""
     forks = [place for place, (ours, theirs) in enumerate(zip(tokens, wanted)) if ours != theirs]
     if not forks:
         same = len(tokens) == len(wanted)

@@ -114,8 +114,8 @@ class FlagOption(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """What is on by default is switched off by its flag, as what is off is switched on; a
-        recipe's by `name=true` and `name=false`."""
+        """Flag that changes the default: it switches off what is on. `name=true` and `name=false`
+        say both."""
         off = "no-" if self.wanted is bool and self.field.default is True else ""
         return f"--{off}{self.field.name.replace('_', '-')}"
 

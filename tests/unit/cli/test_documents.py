@@ -226,7 +226,7 @@ def test_every_flag_is_in_a_page_that_somebody_wrote() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     lines = (ROOT / "tests/unit/cli/flags.txt").read_text().splitlines()
     flags = {line.split()[1] for line in lines if " --" in line}
-    written = {flag for flag in flags if not flag.startswith("--no-")}
+    written = {flag for flag in flags if flag.replace("--no-", "--") not in flags - {flag}}
     assert len(written) > 100
     assert undocumented(written, text) == []
     assert undocumented(["--never-written", "--k"], "`--k 3`") == ["--never-written"]
