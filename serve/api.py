@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 
 from draftsmith.drafters.checkpoint import load_draft
 from draftsmith.drafters.config import Pair, check_draft_options
@@ -93,27 +93,28 @@ class Engine:
         Raises:
             UserError: a parameter that cannot be honoured exactly.
         """
-        completions: list[Completion] = []
-        with _Window() as window:
-            for prompt, own in self._inputs(prompts, params):
-                window.append(self.stream(prompt, own))
-                if len(window) == self._loop.engine.config.max_queue:
-                    completions.append(window.popleft().result())
-            while window:
-                completions.append(window.popleft().result())
-        return completions
+        with closing(self._streams(prompts, params)) as streams:
+            return [stream.result() for stream in streams]
 
     async def generate_async(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """`generate` as a coroutine."""
-        completions: list[Completion] = []
-        with _Window() as window:
+        with closing(self._streams(prompts, params)) as streams:
+            return [await stream.result_async() for stream in streams]
+
+    def _streams(self, prompts: Prompts, params: Params) -> Generator[Stream, None, None]:
+        """Streams of all prompts in order, each given when the queue has no room for more; what has
+        not ended is cancelled with the generator."""
+        window: deque[Stream] = deque()
+        try:
             for prompt, own in self._inputs(prompts, params):
                 window.append(self.stream(prompt, own))
                 if len(window) == self._loop.engine.config.max_queue:
-                    completions.append(await window.popleft().result_async())
+                    yield window.popleft()
             while window:
-                completions.append(await window.popleft().result_async())
-        return completions
+                yield window.popleft()
+        finally:
+            for stream in window:
+                stream.close()
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
         """Updates of one request as they come, by `for` or `async for`; closing the stream or
@@ -150,12 +151,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -222,19 +218,3 @@ class Stream:
                 "the engine could not finish this request; see the log for the cause"
             )
         return update
-
-
-class _Window(deque[Stream]):
-    """Submitted requests, cancelled together when an exception ends their reader."""
-
-    def __enter__(self) -> _Window:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for stream in self:
-            stream.close()
