@@ -22,7 +22,7 @@ from draftsmith.serve.engine.output import (
 from draftsmith.serve.engine.proposal import DraftSource
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import RoundRecorder
-from draftsmith.serve.engine.round import OnRound, Round, RowOutput
+from draftsmith.serve.engine.round import Round, RowOutput
 from draftsmith.serve.engine.runner import state_read
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps, reads_taps
@@ -62,8 +62,6 @@ class Committer:
         self.outputs, self.recorder, self.stats = outputs, recorder, stats
         self.eos_token_ids, self.most_kept = eos_token_ids, most_kept
         self.overlaps, self.state_layers = overlaps, state_layers
-        # Called with (request, drafted tokens, number accepted, committed tokens) after each round.
-        self.on_round: OnRound | None = None
         self._shared: SharedTaps | None = None  # those of the latest rounds
 
     def commit(self, round: Round) -> None:
@@ -118,8 +116,6 @@ class Committer:
         self._store_prefix(request)
         version = self._draft_version(round, row)
         self._count(round, row, len(kept.committed), version)
-        if self.on_round is not None:
-            self.on_round(request, row.drafted, row.accepted, kept.committed)
         if kept.finish_reason is FinishReason.ERROR:
             finite = not bool(row.logits[row.accepted].isnan().any())
             request.error = error_message(request, logits_finite=finite)

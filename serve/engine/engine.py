@@ -26,7 +26,6 @@ from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import Proposer, tokens_by_draft
 from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import (
-    OnRound,
     Round,
     RowSampling,
     VerifyOutput,
@@ -138,10 +137,6 @@ class EngineCore:
         if k == 0:
             request.draft.taps.clear()
         request.k = k
-
-    def observe_rounds(self, on_round: OnRound) -> None:
-        """Call `on_round` with each request's share of every round from now on."""
-        self.committer.on_round = on_round
 
     @property
     def max_draft_depth(self) -> int:

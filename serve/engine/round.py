@@ -6,7 +6,7 @@ T tokens of the target pass; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -18,13 +18,9 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import few_round_seeds
 from draftsmith.serve.engine.proposal import NOTHING_DRAFTED, Drafted, RoundProposal
 from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow
-from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.params import DrawOptions, SamplingParams
 from draftsmith.serve.sampling.state import SamplingState
-
-# (request, drafted tokens, number accepted, committed tokens)
-OnRound = Callable[[Request, list[int], int, list[int]], None]
 
 
 class RowSampling:

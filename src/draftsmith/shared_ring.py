@@ -115,11 +115,6 @@ class Ring:
         self._pending = written + skipped + whole
         return DATA + offset + ALIGN
 
-    def reserve(self, size: int) -> np.ndarray | None:
-        """Room [size] uint8 for one message; as `place`."""
-        begin = self.place(size)
-        return None if begin is None else self.bytes[begin : begin + size]
-
     def commit(self) -> None:
         self._publish(WRITTEN, self._pending)
 

@@ -35,12 +35,12 @@ def test_what_is_written_is_read_once_in_order_and_a_full_ring_takes_nothing(
             continue
         assert isinstance(step, int)
         data = np.random.default_rng(number).integers(0, 255, step, np.uint8).tobytes()
-        room = ring.reserve(step)
-        if room is None:
+        begin = ring.place(step)
+        if begin is None:
             # Half of it, without the header's part, always has room once it is empty.
             assert waiting or step > capacity // 2 - 2 * ALIGN
             continue
-        room[:] = np.frombuffer(data, np.uint8)
+        ring.bytes[begin : begin + step] = np.frombuffer(data, np.uint8)
         ring.commit()
         waiting.append(data)
         assert ring.used <= capacity
@@ -54,7 +54,7 @@ def test_what_is_written_is_read_once_in_order_and_a_full_ring_takes_nothing(
 
 def test_an_uncommitted_message_is_not_seen_and_a_discarded_one_not_read() -> None:
     ring = Ring.create(1024)
-    assert ring.reserve(10) is not None and ring.next() is None
+    assert ring.place(10) is not None and ring.next() is None
     ring.commit()
     assert ring.next() is not None
     ring.discard()

@@ -28,6 +28,7 @@ from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.record import RecordedRound, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.round import Round
 from draftsmith.serve.requests.request import CANARY, LIVE, Route
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
@@ -114,7 +115,14 @@ class Served:
             engine.drafts.router.choose = lambda *given: Route(draft=next(names))
             engine.stats.draft_versions[CANARY] = "trial"
         rounds: list[tuple[list[int], int]] = []
-        engine.observe_rounds(lambda request, drafted, count, _: rounds.append((drafted, count)))
+        commit = engine.committer.commit
+
+        def noted(round: Round) -> None:
+            rows = [row for row in round.row_outputs() if row.row.samples]
+            rounds.extend((row.drafted, row.accepted) for row in rows)
+            commit(round)
+
+        engine.committer.commit = noted
         requests = [
             engine.submit(
                 prompt,
