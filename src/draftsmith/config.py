@@ -194,10 +194,11 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "", *, root: type 
     root = root or cls
     types_by_name = field_types(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in values:
+    for key, value in values.items():
         if key not in fields:
+            inner = f".{next(iter(value))}" if isinstance(value, dict) and value else ""
             known = [prefix + name for name in fields]
-            raise UserError(unknown_key(f"{prefix}{key}", known, dotted_names(root)))
+            raise UserError(unknown_key(f"{prefix}{key}{inner}", known, dotted_names(root)))
     missing = [name for name, field in fields.items() if _required(field) and name not in values]
     if missing:
         raise UserError(
