@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,15 +53,7 @@ class Case(NamedTuple):
     q_logits: torch.Tensor | None
 
 
-class Arguments(NamedTuple):
-    """Arguments of a kernel, logits first."""
-
-    p_logits: torch.Tensor
-    q_logits: torch.Tensor | None
-    rest: tuple[object, ...]
-
-
-Verify = Callable[..., Verdict | TreeVerdict]
+Arguments = dict[str, Any]  # of a kernel, by name
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,7 @@ class Kernel:
     name: str
     depth: int
     arguments: Callable[[Case, torch.Tensor], Arguments]
-    verify: Callable[[Arguments, str], Verdict | TreeVerdict]
+    verify: Callable[..., Verdict | TreeVerdict]
     needs_q: bool = False
 
 
@@ -101,15 +93,8 @@ def chain_arguments(case: Case, seeds: torch.Tensor) -> Arguments:
         drafts = torch.stack(drawn, dim=1)
         q_logits = case.q_logits.expand(len(seeds), DEPTH, -1).contiguous()
     p_logits = case.p_logits.expand(int((lengths + 1).sum()), -1).contiguous()
-    return Arguments(p_logits, q_logits, (drafts, lengths, seeds, positions))
-
-
-def by_chain(verify: Verify) -> Callable[[Arguments, str], Verdict | TreeVerdict]:
-    def decide(given: Arguments, impl: str) -> Verdict | TreeVerdict:
-        drafts, lengths, seeds, positions = given.rest
-        return verify(given.p_logits, drafts, lengths, given.q_logits, seeds, positions, impl=impl)
-
-    return decide
+    return {"p_logits": p_logits, "draft_tokens": drafts, "lengths": lengths, "q_logits": q_logits,
+            "seeds": seeds, "positions": positions}  # fmt: skip
 
 
 def tree_arguments(case: Case, seeds: torch.Tensor) -> Arguments:
@@ -141,27 +126,25 @@ def tree_arguments(case: Case, seeds: torch.Tensor) -> Arguments:
         q_logits = case.q_logits[None].contiguous()
         q_rows = torch.zeros(size, len(PARENTS) + 1, dtype=torch.int64, device=seeds.device)
     tree = DraftTree(tokens, parents, lengths)
-    return Arguments(p_logits, q_logits, (tree, q_rows, seeds, positions))
+    return {"p_logits": p_logits, "tree": tree, "q_logits": q_logits, "q_rows": q_rows,
+            "seeds": seeds, "positions": positions}  # fmt: skip
 
 
-def by_tree(given: Arguments, impl: str) -> TreeVerdict:
-    tree, q_rows, seeds, positions = given.rest
-    assert isinstance(tree, DraftTree)
-    return verify_tree(
-        given.p_logits,
-        tree,
-        given.q_logits,
-        q_rows,
-        seeds,
-        positions,
-        impl=impl,
-    )
+def scaled(
+    given: Arguments, p: float = 1.0, q: float = 1.0, dtype: torch.dtype | None = None
+) -> Arguments:
+    """The same with so many times the logits, in another type."""
+    p_logits, q_logits = given["p_logits"] * p, given["q_logits"]
+    return given | {
+        "p_logits": p_logits.to(dtype),
+        "q_logits": None if q_logits is None else (q_logits * q).to(dtype),
+    }
 
 
 KERNELS = (
-    Kernel("chain", DEPTH, chain_arguments, by_chain(verify_chain)),
-    Kernel("block", DEPTH, chain_arguments, by_chain(verify_block), needs_q=True),
-    Kernel("tree", TREE_DEPTH, tree_arguments, by_tree),
+    Kernel("chain", DEPTH, chain_arguments, verify_chain),
+    Kernel("block", DEPTH, chain_arguments, verify_block, needs_q=True),
+    Kernel("tree", TREE_DEPTH, tree_arguments, verify_tree),
 )
 
 
@@ -225,9 +208,7 @@ def text_fit(
         size = min(BATCH, config.rounds - begin)
         seeds = torch.arange(begin, begin + size, device=device)
         given = kernel.arguments(case, seeds + config.seed * 2**40 + stream * 2**32)
-        if given.q_logits is not None:
-            given = given._replace(q_logits=given.q_logits * warmth)
-        verdict = kernel.verify(given, impl)
+        verdict = kernel.verify(**scaled(given, q=warmth), impl=impl)
         filled = torch.multinomial(p, size * count, replacement=True, generator=generator)
         emitted = torch.arange(count, device=device) <= verdict.accepted[:, None]
         tokens = torch.where(emitted, verdict.tokens[:, :count], filled.view(size, count))
@@ -246,9 +227,8 @@ def reference_check(kernel: Kernel, case: Case, impl: str) -> Check:
     given = kernel.arguments(case, torch.arange(rows, device=device))
 
     def decided(impl: str, dtype: torch.dtype, factor: float = 1.0) -> torch.Tensor:
-        q_logits = None if given.q_logits is None else (given.q_logits * factor).to(dtype)
-        scaled = Arguments((given.p_logits * factor).to(dtype), q_logits, given.rest)
-        return torch.cat([part.view(rows, -1) for part in kernel.verify(scaled, impl)], dim=1)
+        verdict = kernel.verify(**scaled(given, factor, factor, dtype), impl=impl)
+        return torch.cat([part.view(rows, -1) for part in verdict], dim=1)
 
     reference = decided("torch", torch.float64)
     clear = torch.ones(rows, dtype=torch.bool, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from draftsmith.cli import main
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 from draftsmith.serve.audit import kernels
-from draftsmith.serve.audit.kernels import KERNELS, Arguments, Kernel, cases, reference_check
+from draftsmith.serve.audit.kernels import KERNELS, Kernel, cases, reference_check
 from draftsmith.serve.audit.report import Check, Report
 
 CPU = torch.device("cpu")
@@ -38,11 +39,10 @@ def test_every_kernel_gets_a_verdict_and_every_control_is_caught(
 def with_less_of_q(kernel: Kernel, dtype: torch.dtype | None = None) -> Kernel:
     """A kernel that reads flattened logits of the draft, where they are of `dtype`."""
 
-    def verify(given: Arguments, impl: str) -> Verdict | TreeVerdict:
-        q_logits = given.q_logits
+    def verify(q_logits: torch.Tensor | None, **given: Any) -> Verdict | TreeVerdict:
         if q_logits is not None and dtype in (None, q_logits.dtype):
-            given = given._replace(q_logits=q_logits * 0.5)
-        return kernel.verify(given, impl)
+            q_logits = q_logits * 0.5
+        return kernel.verify(q_logits=q_logits, **given)
 
     return replace(kernel, verify=verify)
 
