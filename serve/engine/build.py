@@ -11,9 +11,7 @@ from draftsmith.drafters.interface import ForwardCapturable, ServingDrafter, dra
 from draftsmith.drafters.quirks.kept_state import NUM_SIDES
 from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer, GraphRoom
 from draftsmith.kernels.dispatch import pins, reads_freely
 from draftsmith.kernels.host_memory import keep_freed_memory
@@ -99,10 +97,18 @@ def build_engine(
         make_ready=partial(_make_ready, capture=capture, captures_forwards=captures_forwards),
         requests=scheduler.requests,
     )
-    proposer = _proposer(drafts, pool, config, tree, fallback)
+    proposer = Proposer(
+        drafts,
+        pool,
+        vocab_size=target.vocab_size,
+        tree=tree,
+        least_confidence=config.least_confidence,
+        fallback=fallback,
+    )
     capture(drafter)
     runner = _runner(target, config, plan, proposer, max_blocks=max_blocks, adapters=adapters)
-    recorder = _recorder(sink, target, config, taps=proposer.taps, trees=tree is not None)
+    rule = rule_name(config, trees=tree is not None)
+    recorder = RoundRecorder(sink, target, config, rule=rule, taps=proposer.taps)
     outputs = OutputQueue(recorder)
     kept = 0 if drafter is None else most_kept(target, drafter, plan, config)
     return EngineCore(
@@ -129,18 +135,7 @@ def build_engine(
         recorder=recorder,
         adapters=names,
         outputs=outputs,
-        committer=Committer(
-            scheduler,
-            drafts,
-            proposer,
-            outputs,
-            recorder,
-            stats,
-            eos_token_ids=target.eos_token_ids,
-            most_kept=kept,
-            overlaps=pins(target.device),
-            state_layers=target.state_layers,
-        ),
+        committer=Committer(target, scheduler, drafts, proposer, outputs, recorder, most_kept=kept),
     )
 
 
@@ -192,44 +187,6 @@ def most_drafted(proposer: Proposer, config: EngineConfig) -> int:
     if not proposer.drafts.served:
         return 0
     return config.k if proposer.tree is None else proposer.tree.nodes
-
-
-def _proposer(
-    drafts: DraftSet,
-    pool: PagedPool | None,
-    config: EngineConfig,
-    tree: TreeShape | None,
-    fallback: ServingDrafter | None,
-) -> Proposer:
-    return Proposer(
-        drafts,
-        pool,
-        drafts.stats,
-        vocab_size=drafts.target.vocab_size,
-        tree=tree,
-        least_confidence=config.least_confidence,
-        fallback=fallback,
-    )
-
-
-def _recorder(
-    sink: Sink | None,
-    target: Target,
-    config: EngineConfig,
-    *,
-    taps: tuple[int, ...],
-    trees: bool,
-) -> RoundRecorder:
-    return RoundRecorder(
-        sink,
-        target=target.name,
-        target_revision=target.revision,
-        rule=rule_name(config, trees=trees),
-        greedy=config.draft_sampling == "greedy",
-        engine=config.engine_name,
-        taps=taps,
-        tap_positions=config.record_taps,
-    )
 
 
 def _make_ready(

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from draftsmith.drafters.quirks.recurrent import StateLayers
+from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.dispatch import pins
 from draftsmith.serve.control.control import RoundResult, RowResult
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.output import (
@@ -28,7 +29,6 @@ from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps, reads_taps
 from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.state import is_own
-from draftsmith.serve.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
@@ -37,31 +37,26 @@ class Committer:
     """Writes what a round decided into its requests, and ends them.
 
     Args:
-        eos_token_ids: of the target.
         most_kept: tokens of an answer whose taps a request keeps for a draft that does not come.
-        overlaps: the next pass runs while the host goes on, so that updates wait until it is
-            launched.
-        state_layers: of the target, whose states are kept from round to round.
     """
 
     def __init__(
         self,
+        target: Target,
         scheduler: Scheduler,
         drafts: DraftSet,
         proposer: Proposer,
         outputs: OutputQueue,
         recorder: RoundRecorder,
-        stats: EngineStats,
         *,
-        eos_token_ids: Collection[int],
         most_kept: int,
-        overlaps: bool,
-        state_layers: StateLayers | None = None,
     ):
         self.scheduler, self.drafts, self.proposer = scheduler, drafts, proposer
-        self.outputs, self.recorder, self.stats = outputs, recorder, stats
-        self.eos_token_ids, self.most_kept = eos_token_ids, most_kept
-        self.overlaps, self.state_layers = overlaps, state_layers
+        self.outputs, self.recorder, self.stats = outputs, recorder, drafts.stats
+        self.eos_token_ids, self.most_kept = target.eos_token_ids, most_kept
+        self.state_layers = target.state_layers  # whose states are kept from round to round
+        # The next pass runs while the host goes on, so that updates wait until it is launched.
+        self.overlaps = pins(target.device)
         self._shared: SharedTaps | None = None  # those of the latest rounds
 
     def commit(self, round: Round) -> None:

@@ -43,7 +43,6 @@ from draftsmith.serve.engine.proposal import (
 from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.kept_taps import drop_taps
 from draftsmith.serve.requests.request import Request, shown
-from draftsmith.serve.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,6 @@ class Proposer:
         self,
         drafts: DraftSet,
         pool: PagedPool | None,
-        stats: EngineStats,
         *,
         vocab_size: int,
         tree: TreeShape | None = None,
@@ -79,7 +77,7 @@ class Proposer:
                 f"least_confidence is {least_confidence:g} with {family}, which does not draft one "
                 "token after another; leave it out or draft with eagle3, eagle1, mtp or a draft LM"
             )
-        self.drafts, self.pool, self.stats = drafts, pool, stats
+        self.drafts, self.pool, self.stats = drafts, pool, drafts.stats
         self.least_confidence = least_confidence
         self.vocab_size, self.tree = vocab_size, tree
         # Drafts from the text alone while a draft rests: a drafter without cache and taps.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.logged import LoggedRound
 from draftsmith.record import (
     RecordedRound,
@@ -19,6 +20,7 @@ from draftsmith.record import (
     hashed,
     uniform,
 )
+from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import sampler_name
 from draftsmith.serve.engine.round import Round, RowOutput
 from draftsmith.serve.requests.request import Request, TapLog
@@ -31,28 +33,24 @@ class RoundRecorder:
 
     Args:
         rule: of verification, as in the record.
-        engine: name of the engine, as in the record.
-        greedy: drafts are the draft's likeliest tokens where a request names no temperature.
-        taps: raw ids of the layers whose states records hold, and of how many first positions of a
-            text; with 0 positions they hold none.
+        taps: raw ids of the layers whose states records hold.
     """
 
     def __init__(
         self,
         sink: Sink | None,
+        target: Target,
+        config: EngineConfig,
         *,
-        target: str,
-        target_revision: str,
-        rule: str = "",
-        greedy: bool = False,
-        engine: str = "",
-        taps: tuple[int, ...] = (),
-        tap_positions: int = 0,
+        rule: str,
+        taps: tuple[int, ...],
     ):
-        self.taps, self.tap_positions = taps, tap_positions
+        self.taps, self.tap_positions = taps, config.record_taps
         self.num_untapped = 0  # recorded requests whose states have a hole
-        self.sink, self.target, self.target_revision = sink, target, target_revision
-        self.rule, self.greedy, self.engine = rule, greedy, engine
+        self.sink, self.target, self.target_revision = sink, target.name, target.revision
+        self.rule, self.engine = rule, config.engine_name
+        # drafts are the draft's likeliest tokens where a request names no temperature
+        self.greedy = config.draft_sampling == "greedy"
         self.num_records = 0
         # Records of this round, and its logits.
         self._rows: list[RoundRow] = []

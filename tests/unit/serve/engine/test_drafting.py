@@ -52,7 +52,7 @@ class Padded:
 def proposer_of(drafter: ServingDrafter) -> Proposer:
     stats, unused = EngineStats(), cast(Any, None)
     drafts = DraftSet(drafter, unused, stats, make_ready=unused, requests=unused)
-    return Proposer(drafts, None, stats, vocab_size=8)
+    return Proposer(drafts, None, vocab_size=8)
 
 
 def proposed(drafter: ServingDrafter) -> RoundProposal:
