@@ -166,7 +166,7 @@ def serve(
         if config.versions is not None:
             services.callback(watch_versions(config, loop, draft).stop)
         app = create_app(server, dashboard)
-        answering = http_server(config, app, loop, listener, name=server.model)
+        answering = http_server(app, server, listener)
         with sigterm_ends(answering), services.pop_all(), suppress(KeyboardInterrupt):
             answering.run(sockets=[listener])
 
@@ -186,26 +186,18 @@ def watch_versions(
     ).start()
 
 
-def http_server(
-    config: ServeConfig, app: FastAPI, loop: EngineLoop, listener: socket.socket, *, name: str
-) -> HttpServer:
+def http_server(app: FastAPI, server: Server, listener: socket.socket) -> HttpServer:
     host, port = listener.getsockname()[:2]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(
-            f"draftsmith: serving {name!r} on {url} (dashboard: {url}/dashboard)",
+            f"draftsmith: serving {server.model!r} on {url} (dashboard: {url}/dashboard)",
             file=sys.stderr,
             flush=True,
         )
         yield
 
     app.router.lifespan_context = lifespan
-    return HttpServer(
-        app,
-        loop,
-        drain_s=config.drain_s,
-        timeout_s=config.request_timeout_s,
-        keep_alive_s=config.keep_alive_s,
-    )
+    return HttpServer(app, server)

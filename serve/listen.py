@@ -10,7 +10,6 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.completions import add_completion_endpoints
 from draftsmith.serve.http.endpoints import (
     add_learning_endpoints,
@@ -86,16 +85,9 @@ class HttpServer(uvicorn.Server):
     """At its end requests that come are refused with 503 and those that run get `drain_s`; then
     their clients receive that the server ends, and connections are closed."""
 
-    def __init__(
-        self,
-        app: FastAPI,
-        loop: EngineLoop,
-        *,
-        drain_s: float,
-        keep_alive_s: int = 5,
-        timeout_s: float | None = None,
-    ):
-        head_s = min(HEAD_S, timeout_s or HEAD_S)
+    def __init__(self, app: FastAPI, server: Server):
+        http = server.http
+        head_s = min(HEAD_S, http.request_timeout_s or HEAD_S)
         protocol = type("TimedHeads", (TimedHeads,), {"head_s": head_s})
         # uvicorn cancels what is left after a time of its own in the middle of it.
         super().__init__(
@@ -104,11 +96,11 @@ class HttpServer(uvicorn.Server):
                 log_level="warning",
                 http=protocol,
                 ws="none",
-                timeout_keep_alive=keep_alive_s,
+                timeout_keep_alive=http.keep_alive_s,
                 timeout_graceful_shutdown=None,
             )
         )
-        self._loop, self._drain_s = loop, drain_s
+        self._loop, self._drain_s = server.loop, http.drain_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()

@@ -11,6 +11,7 @@ import httpx
 
 from draftsmith.client import base_of, bearer, message_of, parse, send
 from draftsmith.errors import UserError
+from draftsmith.serve.audit.config import AuditConfig
 
 ID_PREFIX = "token_id:"
 MAX_LOGPROBS = 20
@@ -63,28 +64,25 @@ class AuditClient:
     @classmethod
     def connect(
         cls,
+        config: AuditConfig,
         url: str,
-        *,
-        model: str | None,
-        api_key: str | None,
-        timeout_s: float,
-        concurrency: int,
+        model: str | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> AuditClient:
         base = base_of(url)
         # For requests that must be in flight at once.
-        connections = max(concurrency, LEAST_CONNECTIONS)
+        connections = max(config.concurrency, LEAST_CONNECTIONS)
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         http = httpx.Client(
             base_url=base,
-            headers=bearer(api_key),
-            timeout=timeout_s,
+            headers=bearer(config.api_key),
+            timeout=config.timeout_s,
             limits=limits,
             transport=transport,
         )
         try:
             listed = http.get("/v1/models").raise_for_status().json()["data"]
-            client = cls(http, model or listed[0]["id"], concurrency)
+            client = cls(http, model or listed[0]["id"], config.concurrency)
             entries = [entry for entry in listed if entry["id"] == client.model]
             client.declared_lossy = any(entry.get("lossless") is False for entry in entries)
             client.controls_rounds = any(entry.get("owned_by") == "draftsmith" for entry in entries)

@@ -108,14 +108,7 @@ def audit_server(
     transport: httpx.BaseTransport | None = None,
     compare_transport: httpx.BaseTransport | None = None,
 ) -> Report:
-    client = AuditClient.connect(
-        config.url or "",
-        model=config.model,
-        api_key=config.api_key,
-        timeout_s=config.timeout_s,
-        concurrency=config.concurrency,
-        transport=transport,
-    )
+    client = AuditClient.connect(config, config.url or "", config.model, transport)
     plain = plain_client(config, client, compare_transport)
     known = reference_exists(config)
     # Greedy text needs no more than the likeliest token of every distribution.
@@ -181,14 +174,7 @@ def plain_client(
     request can switch it off; None for neither."""
     if config.compare_url is None:
         return client.without_speculation()
-    return AuditClient.connect(
-        config.compare_url,
-        model=config.compare_model,
-        api_key=config.api_key,
-        timeout_s=config.timeout_s,
-        concurrency=config.concurrency,
-        transport=transport,
-    )
+    return AuditClient.connect(config, config.compare_url, config.compare_model, transport)
 
 
 def drafted_at_once(

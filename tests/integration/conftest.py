@@ -64,7 +64,7 @@ class LiveServer:
         # Not started: its tests look when they want to.
         self.dashboard = Source(History(engine), server.metrics.by_class, MODEL)
         app = create_app(server, self.dashboard)
-        self._server = HttpServer(app, self.loop, drain_s=0.0, timeout_s=http.request_timeout_s)
+        self._server = HttpServer(app, server)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, daemon=True
         )
@@ -143,7 +143,7 @@ def live_server() -> Iterator[Callable[..., LiveServer]]:
         **http: Any,
     ) -> LiveServer:
         engine = build_engine(target, drafter, config, sink=sink, adapters=adapters)
-        servers.append(LiveServer(engine, HttpOptions(name=MODEL, **http)))
+        servers.append(LiveServer(engine, HttpOptions(name=MODEL, drain_s=0.0, **http)))
         return servers[-1]
 
     yield start

@@ -13,6 +13,7 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.serve.audit.client import AuditClient
 from draftsmith.serve.audit.command import declared
+from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from tests.stand_in_drafts import near
@@ -21,7 +22,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def connect(server: Any) -> AuditClient:
-    return AuditClient.connect(server.url, model=None, api_key=None, timeout_s=20, concurrency=1)
+    return AuditClient.connect(AuditConfig(), server.url)
 
 
 def answers(server: Any) -> list[dict[str, Any]]:
