@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.chats import request_variables
+from draftsmith.chats import rendered, request_variables
+from draftsmith.errors import UserError
 from draftsmith.serve.http.bodies import ConversationBody
 from draftsmith.serve.http.protocol import ChatRequest
 from draftsmith.serve.http.responses import (
@@ -18,7 +19,7 @@ from draftsmith.serve.http.responses import (
     finite,
 )
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.tokens import Templated, templated
+from draftsmith.serve.http.tokens import TokenPrompt, check_length, encode
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, Thinking, joined, thinking_after
@@ -28,7 +29,7 @@ from draftsmith.serve.tools.template import after_reasoning, call_grammar
 
 @dataclass(frozen=True)
 class ChatPlan:
-    tokens: list[int]  # of the prompt
+    prompt: TokenPrompt
     grammar: Grammar | None  # of the whole text of an answer
     form: AnswerForm
     shown: frozenset[int]  # special tokens that the text of an answer keeps
@@ -48,7 +49,7 @@ def chat_plan(server: Server, body: ChatRequest) -> ChatPlan:
     reasoning, thinking = template.reasoning, Thinking.DONE
     if reasoning is not None:
         continued = body.messages[-1].plain()["content"] if body.continue_final_message else ""
-        thinking = thinking_after(prompt.text, reasoning, continued)
+        thinking = thinking_after(prompt.text or "", reasoning, continued)
     grammar = body.answer_grammar()
     certain = False
     if calls is not None:
@@ -65,7 +66,7 @@ def chat_plan(server: Server, body: ChatRequest) -> ChatPlan:
         grammar = after_reasoning(grammar, reasoning, template.marks, thinking)
     markers = () if calls is None else calls.markers
     return ChatPlan(
-        prompt.tokens,
+        prompt,
         grammar,
         AnswerForm(
             calls,
@@ -85,21 +86,26 @@ def chat_prompt(
     tools: Sequence[dict[str, Any]] = (),
     variables: dict[str, Any] | None = None,
     most_characters: int | None = None,
-) -> Templated:
+) -> TokenPrompt:
     """Prompt of a conversation; `tools` as chat templates take them."""
-    prompts_answer = not body.continue_final_message
-    return templated(
+    tokenizer, prompts_answer = server.tokenizer, not body.continue_final_message
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "messages need a chat template, which this model's tokenizer has not; use "
+            "/v1/completions"
+        )
+    text = rendered(
         [message.plain() for message in body.messages],
-        server.tokenizer,
+        tokenizer,
         tools=tools,
         add_generation_prompt=prompts_answer
         if body.add_generation_prompt is None
         else body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        add_special_tokens=body.add_special_tokens,
         variables=body.chat_template_kwargs if variables is None else variables,
-        most_characters=most_characters,
     )
+    check_length(text, most_characters)
+    return TokenPrompt(encode(text, tokenizer, add_special_tokens=body.add_special_tokens), text)
 
 
 @dataclass

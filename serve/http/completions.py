@@ -68,16 +68,15 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = server.check_model(body.model)
         plan = await server.take_in(request, lambda: chat_plan(server, body))
-        prompt = TokenPrompt(plan.tokens, None)
         responder = ChatResponder(
             model,
             server.vocabulary,
             response_options(server, body),
-            [prompt],
+            [plan.prompt],
             body.n or 1,
             form=plan.form,
         )
-        return await answer(server, request, body, [prompt], responder, plan)
+        return await answer(server, request, body, [plan.prompt], responder, plan)
 
 
 def response_options(server: Server, body: Generation) -> ResponseOptions:

@@ -23,7 +23,6 @@ from draftsmith.serve.http.responses_body import NAMES, ResponsesRequest, chat_r
 from draftsmith.serve.http.schema import ANSWER_STATUSES, RequestMetrics, documented, events_of
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import sent_event
-from draftsmith.serve.http.tokens import TokenPrompt
 from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, Thinking, joined
 from draftsmith.serve.tools.call_format import AnswerPiece, CallPiece
@@ -45,17 +44,18 @@ def add_responses_endpoint(app: FastAPI, server: Server) -> None:
             plan = await server.take_in(request, lambda: chat_plan(server, chat))
         except UserError as error:
             raise as_refusal(error, api_name=api_name) from error
-        prompt = TokenPrompt(plan.tokens, None)
         responder = ResponsesResponder(
             model,
             server.vocabulary,
             response_options(server, chat),
-            [prompt],
+            [plan.prompt],
             prefix="resp",
             asked=body,
             form=plan.form,
         )
-        return await answer(server, request, chat, [prompt], responder, plan, api_name=api_name)
+        return await answer(
+            server, request, chat, [plan.prompt], responder, plan, api_name=api_name
+        )
 
 
 class InputDetails(BaseModel):

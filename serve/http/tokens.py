@@ -11,19 +11,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from draftsmith.chats import rendered
 from draftsmith.errors import UserError
 from draftsmith.text_stream import BROKEN
 
 
 class TokenPrompt(NamedTuple):
     tokens: list[int]
-    text: str | None  # as the client sent it; None where it sent tokens
-
-
-class Templated(NamedTuple):
-    tokens: list[int]
-    text: str
+    text: str | None  # that the client sent, or its chat as text; None where it sent tokens
 
 
 def completion_prompts(
@@ -99,35 +93,6 @@ def _flat(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     if part is None:
         return []
     return part[name] if part["type"] == "Sequence" else [part]
-
-
-def templated(
-    messages: list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tools: Sequence[dict[str, Any]] = (),
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    add_special_tokens: bool = False,
-    variables: dict[str, Any] | None = None,
-    most_characters: int | None = None,
-) -> Templated:
-    """A conversation as a prompt; `variables` are the chat template's own."""
-    if tokenizer.chat_template is None:
-        raise UserError(
-            "messages need a chat template, which this model's tokenizer has not; use "
-            "/v1/completions"
-        )
-    text = rendered(
-        messages,
-        tokenizer,
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        variables=variables,
-    )
-    check_length(text, most_characters)
-    return Templated(encode(text, tokenizer, add_special_tokens=add_special_tokens), text)
 
 
 def bad_word_tokens(
