@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from fastapi import FastAPI, Request, Response
@@ -60,7 +60,7 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
         responder = CompletionResponder(
             model, server.vocabulary, response_options(server, body), prompts, body.n or 1
         )
-        return await answer(server, request, body, prompts, responder)
+        return await answer(server, request, body, responder)
 
     @app.post(
         "/v1/chat/completions", responses={**events_of(ChatBody), **documented(*ANSWER_STATUSES)}
@@ -76,7 +76,7 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
             body.n or 1,
             form=plan.form,
         )
-        return await answer(server, request, body, [plan.prompt], responder, plan)
+        return await answer(server, request, body, responder, plan)
 
 
 def response_options(server: Server, body: Generation) -> ResponseOptions:
@@ -101,7 +101,6 @@ async def answer(
     server: Server,
     request: Request,
     body: Generation,
-    prompts: Sequence[TokenPrompt],
     responder: Responder,
     plan: ChatPlan | None = None,
     *,
@@ -109,9 +108,9 @@ async def answer(
 ) -> Response:
     """Answer to a request, in one piece or as a stream. `api_name` maps the engine's name of a
     parameter to the request's; by default that of `body`."""
-    num_choices = body.n or 1
-    prompts = responder.prompts = [_shortened(server, body, prompt) for prompt in prompts]
-    _check_count(server, len(prompts), num_choices)
+    num_choices = responder.num_choices
+    responder.prompts = [_shortened(server, body, prompt) for prompt in responder.prompts]
+    _check_count(server, len(responder.prompts), num_choices)
     streams = RequestStreams(
         server.loop,
         server.intake,
@@ -120,7 +119,7 @@ async def answer(
         every_round=bool(body.stream),
     )
     try:
-        await _submit(server, streams, request, body, prompts, answer=responder.id, plan=plan)
+        await _submit(server, streams, request, body, responder, plan)
     except UserError as error:
         raise as_refusal(error, api_name=api_name or body.api_name) from error
     if body.stream:
@@ -143,11 +142,10 @@ async def _submit(
     streams: RequestStreams,
     request: Request,
     body: Generation,
-    prompts: Sequence[TokenPrompt],
-    *,
-    answer: str,
-    plan: ChatPlan | None = None,
+    responder: Responder,
+    plan: ChatPlan | None,
 ) -> None:
+    prompts = responder.prompts
     params = await server.take_in(
         request, lambda: body.sampling(bad_word_tokens(body.bad_words or (), server.tokenizer))
     )
@@ -167,7 +165,7 @@ async def _submit(
             cache_salt=body.cache_salt or "",
             shown_tokens=frozenset() if plan is None else plan.shown,
             prompt_alone=body.most_tokens() == 0,
-            answer=answer,
+            answer=responder.id,
         ),
     )
 

@@ -53,9 +53,7 @@ def add_responses_endpoint(app: FastAPI, server: Server) -> None:
             asked=body,
             form=plan.form,
         )
-        return await answer(
-            server, request, chat, [plan.prompt], responder, plan, api_name=api_name
-        )
+        return await answer(server, request, chat, responder, plan, api_name=api_name)
 
 
 class InputDetails(BaseModel):
