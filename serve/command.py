@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager, suppress
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
 import torch
 from fastapi import FastAPI
@@ -32,7 +33,7 @@ from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.listen import HttpServer, create_app
 from draftsmith.serve.load import LoadedDraft, load_adapters, load_drafter, load_fallback
-from draftsmith.serve.metrics.dashboard import History, Source
+from draftsmith.serve.metrics.dashboard import EVERY_S, History, Source
 from draftsmith.serve.metrics.log_line import StatsLog
 from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.warm_up import warm_up
@@ -159,16 +160,34 @@ def serve(
         loop = EngineLoop(engine).start()
         services.callback(loop.close, drain_s=config.drain_s)
         server = Server(loop, config)
-        history = History(engine).start()
-        services.callback(history.stop)
+        history = History(engine)
+        services.enter_context(repeated(history.look, EVERY_S, "history"))
         dashboard = Source(history, server.metrics.by_class, server.model, config.versions)
-        services.callback(StatsLog(engine, config.log_stats_s).start().stop)
+        if config.log_stats_s > 0:
+            log = StatsLog(engine).look
+            services.enter_context(repeated(log, config.log_stats_s, "log"))
         if config.versions is not None:
             services.callback(watch_versions(config, loop, draft).stop)
         app = create_app(server, dashboard)
         answering = http_server(app, server, listener)
         with sigterm_ends(answering), services.pop_all(), suppress(KeyboardInterrupt):
             answering.run(sockets=[listener])
+
+
+@contextmanager
+def repeated(look: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
+    """Calls `look` every so many seconds, meanwhile, on a thread of its own."""
+    stopped = threading.Event()
+
+    def run() -> None:
+        while not stopped.wait(every_s):
+            look()
+
+    threading.Thread(target=run, name=f"draftsmith-{name}", daemon=True).start()
+    try:
+        yield
+    finally:
+        stopped.set()
 
 
 def watch_versions(

@@ -1,7 +1,7 @@
 """Data of the two views, `/dashboard` and `draftsmith top`: facts, tables and points over time, as
 text wherever both print it; and the page, with `/dashboard/data`, which both read.
 
-Rates are of the engine's plain counters, read by a thread of its own, so that history costs the
+Rates are of the engine's plain counters, read by a thread beside it, so that history costs the
 rounds nothing. Learning is read from files alone, because `serve` does not import `distill`.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,24 +85,11 @@ class History:
     def __init__(self, engine: EngineCore):
         self.engine, self.points = engine, deque[Point](maxlen=POINTS)
         self._samples = deque([Sample.of(engine.stats)], maxlen=WINDOW + 1)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="draftsmith-history", daemon=True)
-
-    def start(self) -> History:
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     def look(self) -> None:
         self._samples.append(Sample.of(self.engine.stats))
         version = self.engine.stats.draft_version
         self.points.append(point(self._samples[0], self._samples[-1], version))
-
-    def _run(self) -> None:
-        while not self._stopped.wait(EVERY_S):
-            self.look()
 
 
 def point(before: Sample, after: Sample, version: str) -> Point:

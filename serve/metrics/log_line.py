@@ -4,7 +4,6 @@ parse vLLM's log parse ours."""
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import dataclass
 
@@ -97,25 +96,11 @@ def _speculation(before: Snapshot, after: Snapshot, seconds: float) -> list[str]
 
 
 class StatsLog:
-    """Logs every `every_s` seconds from a thread of its own; 0 never."""
+    def __init__(self, engine: EngineCore):
+        self.engine, self._before = engine, Snapshot.of(engine)
 
-    def __init__(self, engine: EngineCore, every_s: float):
-        self.engine, self.every_s = engine, every_s
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="draftsmith-log", daemon=True)
-
-    def start(self) -> StatsLog:
-        if self.every_s > 0:
-            self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _run(self) -> None:
-        before = Snapshot.of(self.engine)
-        while not self._stopped.wait(self.every_s):
-            after = Snapshot.of(self.engine)
-            for line in lines(before, after, Occupancy.of(self.engine)):
-                log.info(line)
-            before = after
+    def look(self) -> None:
+        """Log the time since the last look."""
+        before, self._before = self._before, Snapshot.of(self.engine)
+        for line in lines(before, self._before, Occupancy.of(self.engine)):
+            log.info(line)
