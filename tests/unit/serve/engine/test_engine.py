@@ -97,58 +97,43 @@ def test_unseeded_requests_differ(target: Target) -> None:
     assert len({tuple(text.tokens) for text in texts}) == 4
 
 
-def test_end_of_sequence_inside_accepted_drafts_ends_the_request(
-    target: Target, greedy_text: Callable
+def ends(text: list[int], words: list[str], at: int, kind: str) -> bool:
+    """True where the text can end by what it holds there and not before."""
+    if kind != "stop string":
+        return text[at] not in text[:at]
+    word = words[at]
+    return word.isascii() and bool(word.strip()) and word not in "".join(words[:at])
+
+
+@pytest.mark.parametrize("kind", ["stop token", "end of sequence", "stop string"])
+def test_an_end_inside_accepted_drafts_ends_the_answer(
+    kind: str, target: Target, greedy_text: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything after the ending token is dropped, though the target had accepted it."""
-    text = greedy_text(PROMPT, 12)
-    stop_at = next(i for i in range(3, 12) if text[i] not in text[:i])
-    params = SamplingParams(
-        temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=(text[stop_at],)
-    )
-    engine = build_engine(target, Knowing(PROMPT + text), EngineConfig(k=8))
-    completion = engine.generate([PROMPT], params)[0]
-    assert completion.tokens == text[: stop_at + 1]
-    assert completion.finish_reason is FinishReason.STOP
-    # The request tells what became of its drafts as the engine does: of what was kept, not of what
-    # would have been.
-    assert sum(engine.stats.acceptance.accepted) > engine.stats.num_accepted_tokens
-    assert (
-        sum(completion.speculation.accepted)
-        == engine.stats.num_accepted_tokens
-        <= len(completion.tokens)
-    )
-    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
-
-
-def test_an_end_of_sequence_token_inside_accepted_drafts_ends_the_answer(
-    target: Target, greedy_text: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = greedy_text(PROMPT, 12)
-    at = next(i for i in range(3, 8) if text[i] not in text[:i])
-    monkeypatch.setattr(target, "eos_token_ids", (text[at],))
-    engine = build_engine(target, Knowing(PROMPT + text), EngineConfig(k=8))
-    completion = engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=12))[0]
-    assert engine.stats.acceptance.accepted[at] == 1, "the token behind the end was accepted too"
-    assert completion.tokens == text[: at + 1] and completion.finish_reason is FinishReason.STOP
-
-
-def test_a_stop_string_inside_accepted_drafts_ends_text_and_tokens(
-    target: Target, greedy_text: Callable
-) -> None:
+    """Everything after the end is dropped, though the target had accepted it."""
     text = greedy_text(PROMPT, 12)
     words = [target.tokenizer().decode([token]) for token in text]
-    at = next(
-        i
-        for i in range(2, 10)
-        if words[i].isascii() and words[i].strip() and words[i] not in "".join(words[:i])
+    begin = 2 if kind == "stop string" else 3
+    at = next(at for at in range(begin, 8) if ends(text, words, at, kind))
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=12,
+        ignore_eos=kind != "end of sequence",
+        stop_token_ids=(text[at],) if kind == "stop token" else (),
+        stop=(words[at],) if kind == "stop string" else (),
     )
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=(words[at],))
-    completion = build_engine(target, Knowing(PROMPT + text), EngineConfig(k=8)).generate(
-        [PROMPT], params
-    )[0]
-    assert completion.tokens == text[: at + 1]
-    assert words[at] not in completion.text and completion.finish_reason is FinishReason.STOP
+    if kind == "end of sequence":
+        monkeypatch.setattr(target, "eos_token_ids", (text[at],))
+    engine = build_engine(target, Knowing(PROMPT + text), EngineConfig(k=8))
+    (completion,) = engine.generate([PROMPT], params)
+    assert completion.tokens == text[: at + 1] and completion.finish_reason is FinishReason.STOP
+    assert kind != "stop string" or words[at] not in completion.text
+    assert engine.stats.acceptance.accepted[at] == 1, "the token behind the end was accepted too"
+    # The request tells what became of its drafts as the engine does: of what was kept, not of what
+    # would have been.
+    kept = engine.stats.num_accepted_tokens
+    assert sum(completion.speculation.accepted) == kept <= len(completion.tokens)
+    assert sum(engine.stats.acceptance.accepted) > kept
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
 
 
 def test_logprobs_are_the_targets_own(target: Target, greedy_text: Callable) -> None:
