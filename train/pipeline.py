@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -29,7 +28,7 @@ from draftsmith.files import (
     write_json,
     write_text,
 )
-from draftsmith.lock import folder_lock, note_holder
+from draftsmith.lock import folder_lock, note_holder, on_signals
 from draftsmith.progress import duration
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.stages import Stage
@@ -126,7 +125,8 @@ def run_stages(stages: list[Stage], out: Path, title: str) -> None:
     Raises:
         UserError: a stage failed; those before it are kept.
     """
-    with folder_lock(out, "run") as lock, terminable():
+    # SIGTERM ends the run as Ctrl-C does, the running stage first.
+    with folder_lock(out, "run") as lock, on_signals(interrupt, signal.SIGTERM):
         record = read_record(out)
         for place, stage in enumerate(stages, start=1):
             now = made_of(stage, record)
@@ -225,18 +225,8 @@ def stop(process: subprocess.Popen) -> None:
         process.wait()
 
 
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Lets SIGTERM end the run as Ctrl-C does, the running stage first."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 STAGES = ("stage", "command", "state", "time", "result")

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -94,20 +94,24 @@ def stopping(stop: threading.Event) -> Iterator[None]:
     handled = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
         handled.append(signal.SIGHUP)
-    before = [signal.signal(number, lambda *_: stop.set()) for number in handled]
-    try:
+    with on_signals(stop.set, *handled):
         yield
-    finally:
-        for number, handler in zip(handled, before, strict=True):
-            signal.signal(number, handler)
 
 
 @contextmanager
 def sigterm_ends(server: Any) -> Iterator[None]:
     """Lets SIGTERM end a server of uvicorn from now on, before it listens too, and what follows it
     run: it raises the signal again once it has shut down."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
+    with on_signals(lambda: setattr(server, "should_exit", True), signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def on_signals(act: Callable[[], object], *numbers: int) -> Iterator[None]:
+    """Calls `act` in place of what the signals do."""
+    before = [signal.signal(number, lambda *_: act()) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
