@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
@@ -25,7 +25,7 @@ from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import sent_event
 from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, Thinking, joined
-from draftsmith.serve.tools.call_format import AnswerPiece, CallPiece
+from draftsmith.serve.tools.call_format import AnswerPiece
 
 
 def add_responses_endpoint(app: FastAPI, server: Server) -> None:
@@ -248,6 +248,20 @@ def _is_whole(request: Request) -> bool:
     return request.finish_reason is not FinishReason.LENGTH
 
 
+class ItemKind(NamedTuple):
+    prefix: str  # of ids
+    text: str  # its text, as events name it
+    fields: Body  # of an item that has begun
+
+
+ITEM_KINDS = {
+    "reasoning": ItemKind("rs", "reasoning_text", {"summary": [], "content": []}),
+    "message": ItemKind("msg", "output_text", {"role": "assistant", "content": []}),
+    "function_call": ItemKind("fc", "function_call_arguments", {"arguments": ""}),
+}
+OF_MESSAGES: Body = {"logprobs": []}
+
+
 class OutputItems:
     """Items in the order of their first piece, each done before the next begins.
 
@@ -264,12 +278,14 @@ class OutputItems:
     def push(self, piece: AnswerPiece) -> list[Body]:
         """Events of a piece."""
         events = []
-        if piece.reasoning:
-            events += self._write("reasoning", piece.reasoning)
-        if piece.content:
-            events += self._write("message", piece.content)
+        for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
+            if text:
+                begun = [] if self._open == kind else [*self._end(), *self._begin(kind)]
+                events += [*begun, *self._write(text)]
         for call in piece.calls:
-            events += self._call(call)
+            if call.name is not None:
+                events += [*self._end(), *self._begin("function_call", name=call.name)]
+            events += self._write(call.arguments)
         return events
 
     def finish(self, *, whole: bool) -> list[Body]:
@@ -278,77 +294,54 @@ class OutputItems:
         events = [] if self.items else self._begin("message")
         return [*events, *self._end("completed" if whole else "incomplete")]
 
-    def _write(self, kind: str, text: str) -> list[Body]:
-        events = [] if self._open == kind else [*self._end(), *self._begin(kind)]
+    def _write(self, text: str) -> list[Body]:
         self._text += text
-        field = "reasoning_text" if kind == "reasoning" else "output_text"
-        delta = self._part_event(f"response.{field}.delta") | {"delta": text}
-        return [*events, delta | ({"logprobs": []} if kind == "message" else {})]
-
-    def _call(self, call: CallPiece) -> list[Body]:
-        events = []
-        if call.name is not None:
-            events = [*self._end(), *self._begin("function_call", name=call.name)]
-        self._text += call.arguments
-        delta = self._event("response.function_call_arguments.delta") | {"delta": call.arguments}
-        return [*events, delta] if call.arguments else events
+        return [self._text_event("delta") | {"delta": text}] if text else []
 
     def _begin(self, kind: str, *, name: str = "") -> list[Body]:
         self._open, self._text = kind, ""
-        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
-        item: Body = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
-        if kind == "message":
-            item |= {"role": "assistant", "content": []}
-        elif kind == "reasoning":
-            item |= {"summary": [], "content": []}
-        else:
-            item |= {"call_id": self._new_call_id(), "name": name, "arguments": ""}
-        self.items.append(item)
-        added = {
-            "type": "response.output_item.added",
-            "output_index": len(self.items) - 1,
-            "item": dict(item),
+        item: Body = {
+            "id": f"{ITEM_KINDS[kind].prefix}_{uuid.uuid4().hex}",
+            "type": kind,
+            "status": "in_progress",
+            **ITEM_KINDS[kind].fields,
         }
-        if kind == "function_call":
-            return [added]
-        part = self._part_event("response.content_part.added") | {"part": self._part()}
-        return [added, part]
+        item |= {"call_id": self._new_call_id(), "name": name} if name else {}
+        self.items.append(item)
+        return [self._item_event("added", dict(item)), *self._part_event("added")]
 
     def _end(self, status: str = "completed") -> list[Body]:
         if not self._open:
             return []
-        kind, item = self._open, self.items[-1]
-        if kind == "function_call":
-            events = [
-                self._event("response.function_call_arguments.done")
-                | {"arguments": self._text, "name": item["name"]}
-            ]
+        item, written = self.items[-1], {"text": self._text}
+        if self._open == "function_call":
             item["arguments"] = self._text
+            written = {"arguments": self._text, "name": item["name"]}
         else:
-            field = "reasoning_text" if kind == "reasoning" else "output_text"
-            done = self._part_event(f"response.{field}.done") | {"text": self._text}
-            part = self._part()
-            item["content"] = [part]
-            events = [
-                done | ({"logprobs": []} if kind == "message" else {}),
-                self._part_event("response.content_part.done") | {"part": part},
-            ]
+            item["content"] = [self._part()]
+        events = [self._text_event("done") | written, *self._part_event("done")]
         item["status"], self._open = status, ""
-        ended = {
-            "type": "response.output_item.done",
-            "output_index": len(self.items) - 1,
-            "item": item,
-        }
-        return [*events, ended]
+        return [*events, self._item_event("done", item)]
 
     def _part(self) -> Body:
-        if self._open == "reasoning":
-            return {"type": "reasoning_text", "text": self._text}
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+        part = {"type": ITEM_KINDS[self._open].text, "text": self._text}
+        return part | ({"annotations": [], **OF_MESSAGES} if self._open == "message" else {})
+
+    def _item_event(self, end: str, item: Body) -> Body:
+        index = len(self.items) - 1
+        return {"type": f"response.output_item.{end}", "output_index": index, "item": item}
+
+    def _part_event(self, end: str) -> list[Body]:
+        """Calls have no parts."""
+        if self._open == "function_call":
+            return []
+        return [self._event(f"content_part.{end}") | {"part": self._part()}]
+
+    def _text_event(self, end: str) -> Body:
+        event = self._event(f"{ITEM_KINDS[self._open].text}.{end}")
+        return event | (OF_MESSAGES if self._open == "message" else {})
 
     def _event(self, kind: str) -> Body:
         place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        return {"type": kind} | place
-
-    def _part_event(self, kind: str) -> Body:
-        return self._event(kind) | {"content_index": 0}
+        part = {} if self._open == "function_call" else {"content_index": 0}
+        return {"type": f"response.{kind}"} | place | part
