@@ -19,7 +19,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
-from draftsmith.serve.config_checks import check_serve
+from draftsmith.serve.config_checks import check
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
@@ -190,11 +190,11 @@ def test_an_adapter_of_a_table_changes_that_table_alone(options, tied, tiny_targ
 
 def test_options_are_refused_in_one_sentence(adapted):
     with pytest.raises(UserError, match="the target's own name"):
-        check_serve(ServeConfig(target="t", name="a", lora=("a=b",)))
-    with pytest.raises(UserError, match="lora is given with tensor_parallel 2"):
-        check_serve(ServeConfig(target="t", lora=("a=b",), tensor_parallel=2))
-    with pytest.raises(UserError, match="lora is given with dtype int8"):
-        check_serve(ServeConfig(target="t", lora=("a=b",), dtype="int8"))
+        check(ServeConfig(target="t", name="a", lora=("a=b",)))
+    with pytest.raises(UserError, match="lora a=b is given with tensor_parallel 2"):
+        check(ServeConfig(target="t", lora=("a=b",), tensor_parallel=2))
+    with pytest.raises(UserError, match="lora a=b is given with dtype int8"):
+        check(ServeConfig(target="t", lora=("a=b",), dtype="int8"))
     target, adapters = adapted
     with pytest.raises(UserError, match="adapter 'absent' is not served here"):
         build_engine(target, None, CONFIG, adapters=adapters).submit(

@@ -39,7 +39,7 @@ def test_drafts_are_those_of_a_server_with_the_same_options() -> None:
         ({"draft": "d", "url": "http://h"}, "draft is given with --url"),
         ({"ngram": True, "keep_answers": True}, "ngram is given with --keep-answers"),
         ({"k": 3}, "k is 3 and nothing drafts"),
-        ({"ngram": True, "draft": "d"}, "ngram is given together with a trained"),
+        ({"ngram": True, "draft": "d"}, "ngram is given with draft d"),
     ],
 )
 def test_options_that_draft_nothing_are_refused(values: dict, says: str) -> None:

@@ -31,13 +31,16 @@ RECIPES = Path(__file__).parents[3] / "recipes" / "serve"
         ({"k": -1}, "'k' is -1"),
         ({"memory_gib": NAN}, "'memory_gib' is nan"),
         ({"least_confidence": 1.0}, "'least_confidence' is 1.0"),
-        ({"least_confidence": 0.1, "tree": "auto"}, "tree is given with least_confidence 0.1"),
-        ({"adaptive": True, "k_schedule": "1:5"}, "k is auto together with k_schedule"),
+        (
+            {"least_confidence": 0.1, "tree": "auto"},
+            "tree auto is given with least_confidence 0.1, which ends chains",
+        ),
+        ({"adaptive": True, "k_schedule": "1:5"}, "adaptive is given with k_schedule 1:5"),
         ({"synthetic_acceptance": (0.5, NAN)}, "'synthetic_acceptance' is nan"),
         ({"synthetic_acceptance": ()}, "rates from 0 to 1"),
         (
             {"synthetic_acceptance": (0.5,), "verification": "typical"},
-            "verification is 'typical' together with synthetic",
+            "verification typical is given with synthetic",
         ),
     ],
 )
@@ -50,7 +53,7 @@ def test_an_engine_is_not_made_of(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"k": "auto", "k_schedule": "1:5"}, "k is auto together with k_schedule"),
+        ({"k": "auto", "k_schedule": "1:5"}, "k auto is given with k_schedule 1:5"),
         ({"threads": 0}, "'threads' is 0"),
         ({"request_timeout_s": NAN}, "'request_timeout_s' is nan"),
         ({"poll_s": 0.0}, "'poll_s' is 0"),
@@ -58,34 +61,43 @@ def test_an_engine_is_not_made_of(options, words):
         ({"log_stats_s": NAN}, "'log_stats_s' is nan"),
         ({"learn_share": 0.0}, "'learn_share' is 0"),
         ({"record_taps": -1}, "'record_taps' is -1"),
-        ({"record_taps": 64}, "record_taps is 64 without learn"),
+        ({"record_taps": 64}, "record_taps 64 is given without learn"),
         (
             {"record_taps": 64, "learn": "b", "learn_distributions": False},
-            "record_taps is 64 with no-learn-distributions",
+            "record_taps 64 is given with no-learn-distributions",
         ),
-        ({"record_taps": 64, "learn": "b", "redact": "m:f"}, "record_taps is 64 with redact"),
+        (
+            {"record_taps": 64, "learn": "b", "redact": "m:f"},
+            "record_taps 64 is given with redact m:f",
+        ),
         ({"port": 65536}, "'port' is 65536"),
         ({"api_key": ("right", " ")}, "api_key is empty"),
         ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a draft"),
-        ({"ngram": True, "fallback": "suffix"}, "fallback is given without a trained draft"),
+        (
+            {"ngram": True, "fallback": "suffix"},
+            "fallback suffix is given without draft or versions",
+        ),
         (
             {"draft": "d", "suffix_max_cached_requests": 3},
-            "suffix_max_cached_requests is 3 but nothing drafts by suffix",
+            "suffix_max_cached_requests 3 is given without suffix or fallback=suffix",
         ),
         (
             {"suffix": True, "prompt_lookup_max": 3},
-            "prompt_lookup_max is 3 but nothing drafts by ngram",
+            "prompt_lookup_max 3 is given without ngram or fallback=ngram",
         ),
         (
             {"suffix": True, "suffix_share": 0.5},
             "suffix_share is 0.5, which is for suffix beside a draft",
         ),
-        ({"ngram": True, "tree": "auto"}, "tree is given with no trained draft"),
-        ({"draft": "d", "suffix": True, "tree": "auto"}, "tree is given with suffix"),
+        ({"ngram": True, "tree": "auto"}, "tree auto is given without draft or versions"),
+        (
+            {"draft": "d", "suffix": True, "tree": "auto"},
+            "tree auto is given with suffix, which copies chains",
+        ),
         ({"draft": "d", "k": "3", "tree": "auto"}, "k is 3 together with tree 'auto'"),
-        ({"draft": "d", "k": "3", "k_schedule": "1:5"}, "k is 3 together with k_schedule '1:5'"),
-        ({"ngram": True, "seed": 0, "learn": "b"}, "seed is 0 together with learn"),
-        ({"seed": 3, "versions": "v"}, "seed is 3 together with versions"),
+        ({"draft": "d", "k": "3", "k_schedule": "1:5"}, "k 3 is given with k_schedule 1:5"),
+        ({"ngram": True, "seed": 0, "learn": "b"}, "seed 0 is given with learn b"),
+        ({"seed": 3, "versions": "v"}, "seed 3 is given with versions v"),
     ],
 )
 def test_a_server_is_not_started_with(options, words):
