@@ -209,6 +209,28 @@ class AcceptanceCounts:
         for num_committed, count in other.committed.items():
             self.committed[num_committed] = self.committed.get(num_committed, 0) + count
 
+    def copy(self) -> AcceptanceCounts:
+        """Counts at this moment. Another thread may be counting."""
+        return AcceptanceCounts(
+            accepted=list(self.accepted),
+            offered=list(self.offered),
+            committed=dict(self.committed),
+        )
+
+    def since(self, before: AcceptanceCounts) -> AcceptanceCounts:
+        """Counts of the rounds that came after `before`, an earlier copy."""
+        missing = [0] * (len(self.offered) - len(before.offered))
+        offered, accepted = (
+            [count - earlier for count, earlier in zip(counts, counts_before + missing)]
+            for counts, counts_before in (
+                (self.offered, before.offered),
+                (self.accepted, before.accepted),
+            )
+        )
+        sizes = {size: n - before.committed.get(size, 0) for size, n in self.committed.items()}
+        # Of a round that was half counted, no more are accepted than were offered.
+        return AcceptanceCounts(offered, list(map(min, accepted, offered)), sizes)
+
     def _reserve(self, depth: int) -> None:
         missing = depth - len(self.offered)
         if missing > 0:

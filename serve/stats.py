@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
 from draftsmith.kernels.acceptance import AcceptanceCounts, bucket_of
 from draftsmith.serve.requests.request import LIVE
@@ -15,6 +16,11 @@ MAX_VERSIONS = 16
 MAX_PAUSES = 256  # of swaps, kept for the percentile
 TEXT = "text"  # the version of what text drafted in place of a trained draft
 PHASES = ("draft", "verify", "sample", "host")
+# Totals that a reading has.
+READ = (
+    "num_prompt_tokens", "num_generation_tokens", "num_drafts", "num_draft_tokens",
+    "num_accepted_tokens", "prefix_cache_queries", "prefix_cache_hits",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -141,3 +147,28 @@ class EngineStats:
             found = {**self.by_context, bucket: AcceptanceCounts()}
             self.by_context = dict(sorted(found.items()))
         return self.by_context[bucket]
+
+
+class Reading(NamedTuple):
+    """Counters at a moment, copied, as the engine goes on counting; or those of a time between."""
+
+    time_s: float
+    totals: Counter[str]  # by name
+    offered: Counter[int]
+    accepted: Counter[int]
+    acceptance: AcceptanceCounts
+
+    @classmethod
+    def of(cls, stats: EngineStats) -> Reading:
+        totals = Counter({name: getattr(stats, name) for name in READ})
+        positions = stats.offered.copy(), stats.accepted.copy()
+        return cls(perf_counter(), totals, *positions, stats.acceptance.copy())
+
+    def since(self, before: Reading) -> Reading:
+        return Reading(
+            self.time_s - before.time_s,
+            self.totals - before.totals,
+            self.offered - before.offered,
+            self.accepted - before.accepted,
+            self.acceptance.since(before.acceptance),
+        )

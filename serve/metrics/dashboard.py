@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
@@ -31,7 +31,7 @@ from draftsmith.kernels.acceptance import AcceptanceCounts, label_of
 from draftsmith.progress import duration
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import CANARY, class_draft, shown
-from draftsmith.serve.stats import EngineStats
+from draftsmith.serve.stats import EngineStats, Reading
 
 PAGE = Path(__file__).with_name("dashboard.html")
 # Names and reasons come from clients and files: nothing is loaded from elsewhere and nothing goes
@@ -43,7 +43,7 @@ POLICY = (
 )
 EVERY_S = 5.0
 POINTS = 180  # a quarter of an hour
-WINDOW = 12  # samples between which a rate is: one minute
+WINDOW = 12  # readings between which a rate is: one minute
 STATUS = "status.json"
 DECISIONS_SHOWN, VERSIONS_SHOWN, STREAMS_SHOWN = 20, 8, 4
 # What an operator should look at; everything else is the learner's daily work.
@@ -56,64 +56,26 @@ Point = dict[str, Any]  # `time_s`, `tokens_per_s`, `tau`, `alpha` and `version`
 Told = dict[str, Any]
 
 
-class Sample(NamedTuple):
-    """Counters at a moment. Lists are copied, as the engine goes on counting."""
-
-    time_s: float  # since the epoch
-    generated: int
-    rounds: int  # that drafted
-    committed: int
-    reached: tuple[int, ...]  # [K]
-    accepted: tuple[int, ...]  # [K]
-
-    @classmethod
-    def of(cls, stats: EngineStats) -> Sample:
-        counts = stats.acceptance
-        accepted, reached, sizes = (
-            tuple(counts.accepted),
-            tuple(counts.offered),
-            dict(counts.committed),
-        )
-        rounds, committed = sum(sizes.values()), sum(n * times for n, times in sizes.items())
-        generated = stats.num_generation_tokens
-        return cls(time.time(), generated, rounds, committed, reached, accepted)
-
-
 class History:
-    """Points of the last quarter of an hour, and the samples that the next one is made of."""
+    """Points of the last quarter of an hour, and the readings that the next one is made of."""
 
     def __init__(self, engine: EngineCore):
         self.engine, self.points = engine, deque[Point](maxlen=POINTS)
-        self._samples = deque([Sample.of(engine.stats)], maxlen=WINDOW + 1)
+        self._readings = deque([Reading.of(engine.stats)], maxlen=WINDOW + 1)
 
     def look(self) -> None:
-        self._samples.append(Sample.of(self.engine.stats))
-        version = self.engine.stats.draft_version
-        self.points.append(point(self._samples[0], self._samples[-1], version))
-
-
-def point(before: Sample, after: Sample, version: str) -> Point:
-    rounds = after.rounds - before.rounds
-    earlier = zip(
-        padded(before.reached, len(after.reached)), padded(before.accepted, len(after.reached))
-    )
-    alpha = [
-        # A round may have been half counted when it was read.
-        min(1.0, (kept - kept_before) / (tried - tried_before)) if tried > tried_before else None
-        for tried, kept, (tried_before, kept_before) in zip(after.reached, after.accepted, earlier)
-    ]
-    return {
-        "time_s": after.time_s,
-        "tokens_per_s": (after.generated - before.generated)
-        / max(1e-3, after.time_s - before.time_s),
-        "tau": (after.committed - before.committed) / rounds if rounds else None,
-        "alpha": alpha,
-        "version": version,
-    }
-
-
-def padded(counts: Sequence[int], length: int) -> tuple[int, ...]:
-    return (*counts, *[0] * (length - len(counts)))
+        self._readings.append(Reading.of(self.engine.stats))
+        passed = self._readings[-1].since(self._readings[0])
+        generated = passed.totals["num_generation_tokens"]
+        self.points.append(
+            {
+                "time_s": time.time(),
+                "tokens_per_s": generated / max(1e-3, passed.time_s),
+                "tau": passed.acceptance.tau,
+                "alpha": passed.acceptance.alpha,
+                "version": self.engine.stats.draft_version,
+            }
+        )
 
 
 @dataclass

@@ -1,27 +1,34 @@
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.metrics.engine import EngineCollector
-from draftsmith.serve.metrics.log_line import Occupancy, Snapshot, lines
+from draftsmith.serve.metrics.log_line import lines
+from draftsmith.serve.stats import EngineStats, Reading
 
-IDLE = Occupancy(0, 0, 0.0)
-BEFORE = Snapshot(100.0, 10, 20, 4, 10, 6, {0: 4, 1: 4, 2: 2}, {0: 3, 1: 2, 2: 1}, 0, 0)
+IDLE: dict = {"running": 0, "waiting": 0, "usage": 0.0}
 
 
 def test_an_idle_server_logs_nothing() -> None:
-    assert lines(BEFORE, dataclasses.replace(BEFORE, time_s=110.0), IDLE) == []
+    stats = EngineStats(num_prompt_tokens=10, num_generation_tokens=20)
+    assert lines(Reading.of(stats).since(Reading.of(stats)), **IDLE) == []
 
 
 def test_both_lines_in_the_words_of_vllm() -> None:
-    after = Snapshot(
-        110.0, 110, 270, 24, 60, 36, {0: 24, 1: 24, 2: 12}, {0: 19, 1: 12, 2: 5}, 200, 50
-    )
-    serving, speculation = lines(BEFORE, after, Occupancy(3, 1, 0.25))
+    stats = EngineStats(num_prompt_tokens=10, num_generation_tokens=20)
+    stats.count_round(3, 2, 3, version=None)
+    before = Reading.of(stats)
+    stats.num_prompt_tokens, stats.num_generation_tokens = 110, 270
+    stats.prefix_cache_queries, stats.prefix_cache_hits = 200, 50
+    kept = {(3, 3): 4, (3, 2): 2, (3, 1): 2, (3, 0): 2, (2, 2): 4, (2, 1): 4, (2, 0): 2}
+    for (offered, accepted), times in kept.items():
+        for _ in range(times):
+            stats.count_round(offered, accepted, accepted + 1, version=None)
+    passed = Reading.of(stats).since(before)._replace(time_s=10.0)
+    serving, speculation = lines(passed, running=3, waiting=1, usage=0.25)
     assert serving == (
         "Engine 000: Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 25.0 "
         "tokens/s, "
@@ -36,8 +43,10 @@ def test_both_lines_in_the_words_of_vllm() -> None:
 
 
 def test_no_line_about_drafts_where_there_were_none() -> None:
-    after = dataclasses.replace(BEFORE, time_s=101.0, generated=25)
-    assert len(lines(BEFORE, after, IDLE)) == 1
+    stats = EngineStats()
+    before = Reading.of(stats)
+    stats.num_generation_tokens = 5
+    assert len(lines(Reading.of(stats).since(before), **IDLE)) == 1
 
 
 def gauges(engine: EngineCore) -> dict[str, float]:
