@@ -211,11 +211,8 @@ class AcceptanceCounts:
 
     def copy(self) -> AcceptanceCounts:
         """Counts at this moment. Another thread may be counting."""
-        return AcceptanceCounts(
-            accepted=list(self.accepted),
-            offered=list(self.offered),
-            committed=dict(self.committed),
-        )
+        accepted = list(self.accepted)
+        return AcceptanceCounts(self.offered[: len(accepted)], accepted, dict(self.committed))
 
     def since(self, before: AcceptanceCounts) -> AcceptanceCounts:
         """Counts of the rounds that came after `before`, an earlier copy."""

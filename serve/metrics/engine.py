@@ -118,17 +118,13 @@ class EngineCollector(Collector):
         committed = self._of_versions(
             "draftsmith_committed", "Tokens that these rounds committed, after stop trimming."
         )
-        for version, counts in stats.by_version.items():
-            for position, (num_reached, num_accepted) in enumerate(
-                zip(list(counts.offered), list(counts.accepted))
-            ):
-                reached.add_metric([self.model, version, str(position)], num_reached)
-                accepted.add_metric([self.model, version, str(position)], num_accepted)
-            sizes = dict(counts.committed)
-            rounds.add_metric([self.model, version], sum(sizes.values()))
-            committed.add_metric(
-                [self.model, version], sum(size * count for size, count in sizes.items())
-            )
+        for version, counting in stats.by_version.items():
+            counts, labels = counting.copy(), [self.model, version]
+            for position, each in enumerate(zip(counts.offered, counts.accepted)):
+                for family, count in zip((reached, accepted), each):
+                    family.add_metric([*labels, str(position)], count)
+            rounds.add_metric(labels, counts.rounds)
+            committed.add_metric(labels, counts.num_committed)
         yield from (reached, accepted, rounds, committed, self._wasted())
         yield from self._by_context()
 
@@ -148,11 +144,10 @@ class EngineCollector(Collector):
             )
             for name, text in texts.items()
         }
-        for bucket, counts in self.engine.stats.by_context.items():
-            sizes, labels = dict(counts.committed), [self.model, label_of(bucket)]
-            committed = sum(size * count for size, count in sizes.items())
-            families["rounds"].add_metric(labels, sum(sizes.values()))
-            families["committed"].add_metric(labels, committed)
+        for bucket, counting in self.engine.stats.by_context.items():
+            counts, labels = counting.copy(), [self.model, label_of(bucket)]
+            families["rounds"].add_metric(labels, counts.rounds)
+            families["committed"].add_metric(labels, counts.num_committed)
             families["reached"].add_metric(labels, sum(counts.offered))
             families["accepted"].add_metric(labels, sum(counts.accepted))
         yield from families.values()
