@@ -10,12 +10,10 @@ import pytest
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
-from draftsmith.errors import UserError
 from draftsmith.serve.audit.client import AuditClient
 from draftsmith.serve.audit.command import declared
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.build import build_engine
 from tests.stand_in_drafts import near
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -38,9 +36,11 @@ def answers(server: Any) -> list[dict[str, Any]]:
     return bodies
 
 
-@pytest.mark.parametrize("wrong", [{"verification": "typical"}, {"test_misreport": "2:3"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"verification": "typical"}, {"synthetic_acceptance": (0.5, 0.5)}], ids=str
+)
 def test_a_lossy_server_says_so_everywhere(
-    wrong: dict[str, str], target: Target, live_server: Callable
+    wrong: dict[str, Any], target: Target, live_server: Callable
 ) -> None:
     server = live_server(target, near(target), EngineConfig(k=2, compile="off", **wrong))
     bodies = answers(server)
@@ -61,8 +61,3 @@ def test_where_nothing_can_be_lossy_nothing_says_so(
     assert not any("lossless" in body for body in answers(server))
     assert server.metric("draftsmith_lossless") == 1
     assert declared(connect(server)) == []
-
-
-def test_a_wrong_q_is_asked_for_by_depth_and_factor(target: Target) -> None:
-    with pytest.raises(UserError, match="DEPTH:FACTOR"):
-        build_engine(target, Ngram(), EngineConfig(test_misreport="deep"))
