@@ -149,7 +149,7 @@ class EngineStats:
         return self.by_context[bucket]
 
 
-class Reading(NamedTuple):
+class StatsReading(NamedTuple):
     """Counters at a moment, copied, as the engine goes on counting; or those of a time between."""
 
     time_s: float
@@ -159,13 +159,13 @@ class Reading(NamedTuple):
     acceptance: AcceptanceCounts
 
     @classmethod
-    def of(cls, stats: EngineStats) -> Reading:
+    def of(cls, stats: EngineStats) -> StatsReading:
         totals = Counter({name: getattr(stats, name) for name in READ})
         positions = stats.offered.copy(), stats.accepted.copy()
         return cls(perf_counter(), totals, *positions, stats.acceptance.copy())
 
-    def since(self, before: Reading) -> Reading:
-        return Reading(
+    def since(self, before: StatsReading) -> StatsReading:
+        return StatsReading(
             self.time_s - before.time_s,
             self.totals - before.totals,
             self.offered - before.offered,

@@ -31,7 +31,7 @@ from draftsmith.kernels.acceptance import AcceptanceCounts, label_of
 from draftsmith.progress import duration
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import CANARY, class_draft, shown
-from draftsmith.serve.stats import EngineStats, Reading
+from draftsmith.serve.stats import EngineStats, StatsReading
 
 PAGE = Path(__file__).with_name("dashboard.html")
 # Names and reasons come from clients and files: nothing is loaded from elsewhere and nothing goes
@@ -61,10 +61,10 @@ class History:
 
     def __init__(self, engine: EngineCore):
         self.engine, self.points = engine, deque[Point](maxlen=POINTS)
-        self._readings = deque([Reading.of(engine.stats)], maxlen=WINDOW + 1)
+        self._readings = deque([StatsReading.of(engine.stats)], maxlen=WINDOW + 1)
 
     def look(self) -> None:
-        self._readings.append(Reading.of(self.engine.stats))
+        self._readings.append(StatsReading.of(self.engine.stats))
         passed = self._readings[-1].since(self._readings[0])
         generated = passed.totals["num_generation_tokens"]
         self.points.append(

@@ -6,12 +6,12 @@ from __future__ import annotations
 import logging
 
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.stats import Reading
+from draftsmith.serve.stats import StatsReading
 
 log = logging.getLogger(__name__)
 
 
-def lines(passed: Reading, *, running: int, waiting: int, usage: float) -> list[str]:
+def lines(passed: StatsReading, *, running: int, waiting: int, usage: float) -> list[str]:
     """Log lines of the time between two looks; empty for a server that was and is idle."""
     seconds, totals = passed.time_s, passed.totals
     prompt, generated = totals["num_prompt_tokens"], totals["num_generation_tokens"]
@@ -27,7 +27,7 @@ def lines(passed: Reading, *, running: int, waiting: int, usage: float) -> list[
     return [line, *_speculation(passed)]
 
 
-def _speculation(passed: Reading) -> list[str]:
+def _speculation(passed: StatsReading) -> list[str]:
     drafts, drafted, accepted = (
         passed.totals[name] for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     )
@@ -50,11 +50,11 @@ def _speculation(passed: Reading) -> list[str]:
 
 class StatsLog:
     def __init__(self, engine: EngineCore):
-        self.engine, self._before = engine, Reading.of(engine.stats)
+        self.engine, self._before = engine, StatsReading.of(engine.stats)
 
     def look(self) -> None:
         """Log the time since the last look."""
-        before, self._before = self._before, Reading.of(self.engine.stats)
+        before, self._before = self._before, StatsReading.of(self.engine.stats)
         scheduler = self.engine.scheduler
         for line in lines(
             self._before.since(before),

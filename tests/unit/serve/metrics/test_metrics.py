@@ -7,27 +7,27 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.metrics.engine import EngineCollector
 from draftsmith.serve.metrics.log_line import lines
-from draftsmith.serve.stats import EngineStats, Reading
+from draftsmith.serve.stats import EngineStats, StatsReading
 
 IDLE: dict = {"running": 0, "waiting": 0, "usage": 0.0}
 
 
 def test_an_idle_server_logs_nothing() -> None:
     stats = EngineStats(num_prompt_tokens=10, num_generation_tokens=20)
-    assert lines(Reading.of(stats).since(Reading.of(stats)), **IDLE) == []
+    assert lines(StatsReading.of(stats).since(StatsReading.of(stats)), **IDLE) == []
 
 
 def test_both_lines_in_the_words_of_vllm() -> None:
     stats = EngineStats(num_prompt_tokens=10, num_generation_tokens=20)
     stats.count_round(3, 2, 3, version=None)
-    before = Reading.of(stats)
+    before = StatsReading.of(stats)
     stats.num_prompt_tokens, stats.num_generation_tokens = 110, 270
     stats.prefix_cache_queries, stats.prefix_cache_hits = 200, 50
     kept = {(3, 3): 4, (3, 2): 2, (3, 1): 2, (3, 0): 2, (2, 2): 4, (2, 1): 4, (2, 0): 2}
     for (offered, accepted), times in kept.items():
         for _ in range(times):
             stats.count_round(offered, accepted, accepted + 1, version=None)
-    passed = Reading.of(stats).since(before)._replace(time_s=10.0)
+    passed = StatsReading.of(stats).since(before)._replace(time_s=10.0)
     serving, speculation = lines(passed, running=3, waiting=1, usage=0.25)
     assert serving == (
         "Engine 000: Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 25.0 "
@@ -44,9 +44,9 @@ def test_both_lines_in_the_words_of_vllm() -> None:
 
 def test_no_line_about_drafts_where_there_were_none() -> None:
     stats = EngineStats()
-    before = Reading.of(stats)
+    before = StatsReading.of(stats)
     stats.num_generation_tokens = 5
-    assert len(lines(Reading.of(stats).since(before), **IDLE)) == 1
+    assert len(lines(StatsReading.of(stats).since(before), **IDLE)) == 1
 
 
 def gauges(engine: EngineCore) -> dict[str, float]:
