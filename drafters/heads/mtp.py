@@ -117,7 +117,9 @@ class LlamaMtp(MtpHead):
         native = is_native(values)
         tensors = read_native(folder, values) if native else read_weights(folder)
         if native:
-            values = {**values, "attention_bias": "layer.self_attn.q_proj.bias" in tensors}
+            # MiMo's counts the layers of the target
+            bias = "layer.self_attn.q_proj.bias" in tensors
+            values = {**values, "attention_bias": bias, "num_hidden_layers": 1}
         tap = FINAL if values.get(READS_FINAL) else None
         windows = () if native else windows_in(values)
         drafter = cls(llama_config(values), target, tap=tap, windows=windows)
