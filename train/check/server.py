@@ -26,7 +26,11 @@ FALLBACK_MENDS = {
 def check_server(url: str) -> list[Finding]:
     """All findings of the server at the URL, about all that it has done."""
     try:
-        with httpx.Client(base_url=base_of(url), timeout=30) as http:
+        base = base_of(url)
+    except UserError as error:
+        return [refused("server.answers", error)]
+    try:
+        with httpx.Client(base_url=base, timeout=30) as http:
             findings = [check_health(http)]
             scrape = read_metrics(http)
     except UserError as error:

@@ -60,6 +60,10 @@ def test_ends_belong_to_an_interval_as_they_are_written() -> None:
             "option 'learn.unroll.steps' is 0; it must be at least 1",
         ),
         ({"learn": {"unroll": {"decay": 1.5}}}, "option 'learn.unroll.decay' is 1.5"),
+        (
+            {"learn": {"positions": ["rejected"]}},
+            "option 'learn.positions' is ['rejected']; it must be one of accepted, first-rejected",
+        ),
         ({"poll_s": math.nan}, "option 'poll_s' is nan"),
         ({"threads": 0}, "option 'threads' is 0"),
         (

@@ -121,7 +121,7 @@ def test_the_draft_of_the_demonstration_model_needs_no_setting_and_can_be_tried_
         answers, own, draft, figures = resolve(read_recipe(path, words), tmp_path, options_of)
         assert own.options["self_prompts"] == count and "prompts" not in own.options
         assert (draft.options["minutes"], draft.options["teacher"]) == (minutes, teacher)
-        assert draft.options["eagle3"]["draft_vocab_size"] == 8192
+        assert draft.options["draft"]["draft_vocab_size"] == 8192
         assert draft.needs == ("answers", "own") and figures.needs == ("draft", "answers")
         assert draft.options["data"] == [answers.options["out"], own.options["out"]]
 

@@ -189,7 +189,6 @@ def test_no_fresh_text_is_replayed(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"positions": ("rejected",)},
         {"positions": ()},
         {"replay": 1.0},
         {"lr": -1.0},
