@@ -125,7 +125,7 @@ def test_what_training_would_see_of_it_is_its_distribution_too(drafter, target):
     [
         ({"heterogeneous_vocab": True}, "heterogeneous_vocab is given without a draft"),
         ({"draft_revision": "main"}, "draft_revision is given without a draft"),
-        ({"draft": "d", "heterogeneous_vocab": True, "learn": "b"}, "with versions or learn"),
+        ({"draft": "d", "heterogeneous_vocab": True, "learn": "b"}, "vocab is given with learn b"),
     ],
 )
 def test_draft_options_that_mean_nothing_are_refused(options, words):
