@@ -45,7 +45,7 @@ NAMES = {
     "save-steps": "save_every",
     "eval-steps": "eval_every",
 }
-RECIPE = "--config"  # before the name of a recipe, in vLLM
+RECIPE = "--config"  # may stand before the name of a recipe, as in vLLM
 
 
 def ours_of(name: str) -> str:
@@ -59,15 +59,19 @@ def ours_of(name: str) -> str:
 
 
 def in_our_names(argv: Sequence[str], flags: Collection[str], keys: Collection[str]) -> list[str]:
-    """`argv` with peers' names replaced, each reported on standard error. `flags` are the
-    command's, as `--max-length`; `keys` are all its options, as `max_length` and `optim.lr`."""
+    """`argv` with peers' names replaced, each reported on standard error, and with `--resume`
+    taken where help has `--no-resume` alone. `flags` are the command's, as `--max-length`; `keys`
+    are all its options, as `max_length` and `optim.lr`."""
     words, found = list(argv), []
     while words:
         word = words.pop(0)
         name, is_joined, value = word.partition("=")
         if name == RECIPE:
             found += [value] if is_joined else []
-            print(f"draftsmith: {RECIPE} is not needed before a recipe here", file=sys.stderr)
+            continue
+        if name not in flags and f"--no-{name[2:]}" in flags:
+            # On by default, so that help names the flag that switches it off.
+            found.append(f"{name[2:].replace('-', '_')}={value or 'true'}")
             continue
         ours = "" if name in flags or name in keys else ours_of(name)
         flag = "--" + ours.replace("_", "-")
