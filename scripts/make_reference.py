@@ -99,7 +99,7 @@ def command_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Each takes recipes too, and `key=value`.",
+        "Each takes recipes too (also behind `--config`, under any name), and `key=value`.",
         "",
     ]
     lines += table(

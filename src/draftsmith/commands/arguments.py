@@ -19,6 +19,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json
 
 EXTRA = "recipe.yaml | key=value"
+RECIPES = "config_files"
 TARGET = "target"  # option that a word without a name stands for
 
 
@@ -52,6 +53,14 @@ def parser_for(name: str, cls: type) -> Parser:
             parser.add_argument(field.name, help=_help(field), choices=choices)
         else:
             _add_flag(groups.get(field.name, parser), option)
+    parser.add_argument(
+        "--config",
+        dest=RECIPES,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a recipe whose name need not end in .yaml",
+    )
     parser.add_argument(
         "extra",
         nargs="*",
@@ -121,7 +130,8 @@ def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     extra = [*arguments.extra, *behind_lists(cls, arguments)]
     recipes = [text for text in extra if text.endswith((".yaml", ".yml")) and "=" not in text]
     targets = unnamed(cls, arguments, [text for text in extra if text not in recipes])
-    given = [configuration.read_yaml(recipe) for recipe in recipes]
+    files = [*getattr(arguments, RECIPES), *recipes]
+    given = [configuration.read_yaml(recipe) for recipe in files]
     given += [
         {TARGET: text} if text in targets else configuration.parse_override(text)
         for text in extra

@@ -28,6 +28,7 @@ NAMES = {
     "num-samples": "count",
     "output-dir": "out",
     "data-path": "data",
+    "suite-file": "suite",
     "lr": "optim.lr",
     "learning-rate": "optim.lr",
     "lr-scheduler-type": "optim.schedule",
@@ -45,7 +46,6 @@ NAMES = {
     "save-steps": "save_every",
     "eval-steps": "eval_every",
 }
-RECIPE = "--config"  # may stand before the name of a recipe, as in vLLM
 
 
 def ours_of(name: str) -> str:
@@ -66,10 +66,8 @@ def in_our_names(argv: Sequence[str], flags: Collection[str], keys: Collection[s
     while words:
         word = words.pop(0)
         name, is_joined, value = word.partition("=")
-        if name == RECIPE:
-            found += [value] if is_joined else []
-            continue
-        if name not in flags and f"--no-{name[2:]}" in flags:
+        is_flag = name.startswith("--") and name not in flags
+        if is_flag and f"--no-{name[2:]}" in flags:
             # On by default, so that help names the flag that switches it off.
             found.append(f"{name[2:].replace('-', '_')}={value or 'true'}")
             continue

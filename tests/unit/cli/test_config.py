@@ -95,6 +95,19 @@ def test_flags_win_over_overrides_and_overrides_over_the_recipe(tmp_path: Path) 
     assert built.optim == Optim(lr=0.25, schedule="constant")
 
 
+def test_a_recipe_under_any_name_is_named_by_config(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "target: t\nsteps: 2\nminutes: 1\n")
+    odd = tmp_path / "odd name"
+    odd.write_text("steps: 1\nminutes: 2\n")
+    for words in (
+        ("--config", path, "--config", str(odd)),
+        (f"--config={path}", f"--config={odd}"),
+    ):
+        built = resolve("a", *words, "minutes=3")
+        assert (built.target, built.steps, built.minutes) == ("t", 1, 3.0)
+    assert "recipe 'absent' does not exist" in refusal("a", "--config", "absent")
+
+
 @pytest.mark.parametrize("name", ["org/name", "2024", "off", "folder/model.gguf"])
 def test_a_word_alone_is_the_target(tmp_path: Path, name: str) -> None:
     path = recipe(tmp_path, "target: other\nsteps: 1\n")
@@ -247,6 +260,7 @@ def test_limits_that_machines_have_are_named() -> None:
         ("serve", "--num-speculative-tokens 5", "--k 5"),
         ("audit", "--num-speculative-tokens=5", "--k=5"),
         ("generate", "--num-prompts 8 --max-new-tokens 9", "--count 8 --max-tokens 9"),
+        ("bench", "--suite-file rows.jsonl", "--suite rows.jsonl"),
     ],
 )  # fmt: skip
 def test_names_of_peers_are_taken_and_told(
@@ -262,8 +276,8 @@ def test_names_of_peers_are_taken_and_told(
 @pytest.mark.parametrize(
     "command, words, ours",
     [
-        ("serve", "--config c.yaml --prefix-cache", "c.yaml prefix_cache=true"),
-        ("train", "mtp --config=c.yaml --resume=false", "mtp c.yaml resume=false"),
+        ("serve", "--prefix-cache", "prefix_cache=true"),
+        ("train", "mtp --resume=false", "mtp resume=false"),
         ("audit", "--seeded", "seeded=true"),
     ],
 )
