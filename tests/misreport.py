@@ -26,7 +26,7 @@ def misreporting(
 @dataclass(frozen=True)
 class Misreport:
     depth: int  # the first drafted token of a round, counted from 1, whose q is wrong
-    factor: float  # its logits are given as so many times what they were
+    factor: float  # above 1: its logits are given as so many times what they were
 
     def apply(self, proposal: Proposal, vocab_size: int) -> Proposal:
         """The same drafts with a wrong q. Drafts of a chain that were not drawn get q = 1 / factor
@@ -55,11 +55,7 @@ class Misreport:
         factor to all others."""
         possible = torch.isfinite(logits)
         alone = possible.sum(dim=-1, keepdim=True) == 1
-        others = (
-            math.log(abs(1 - 1 / self.factor) / (logits.shape[-1] - 1))
-            if self.factor != 1
-            else -math.inf
-        )
+        others = math.log((1 - 1 / self.factor) / (logits.shape[-1] - 1))
         flat = torch.where(possible, -math.log(self.factor), others)
         return torch.where(alone, flat, logits * self.factor)
 

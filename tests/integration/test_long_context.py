@@ -1,5 +1,5 @@
-"""A text of 32,768 tokens through every part: serving in pieces with a prefix cache, every kind of
-family, trees, HTTP with records, decoding without a server, evaluation and a training step."""
+"""A text of 32,768 tokens through every part: serving in pieces with a prefix cache, every family,
+trees, HTTP with records, decoding without a server, evaluation and a training step."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ def test_text_drafts_see_all_of_it(case):
 
 @pytest.mark.parametrize(
     "family",
-    ["eagle3", "p-eagle", "medusa", "dspark", "draft-lm"],
+    ["eagle3", "p-eagle", "eagle1", "mtp", "medusa", "mlp", "dflash", "dspark", "draft-lm"],
 )
-def test_every_kind_of_family_drafts_behind_all_of_it(family, case):
+def test_every_family_drafts_behind_all_of_it(family, case):
     small = {"hidden_size": 16, "num_attention_heads": 1} if family == "draft-lm" else {}
     drafter = FAMILIES[family].create(OPTIONS[family](**small), case[0], seed=1).eval()
     drafted = served(drafter, case)

@@ -27,6 +27,7 @@ from tests.data_folders import rows_of, write_rows
 PADDED, OTHERWISE_PADDED = 151_936, 152_064
 PROMPTS = [[5, 6, 7], [9, PADDED - 1, 31, 8]]
 DRAFTS = {
+    "eagle3": {},
     "eagle3 subset": {"draft": DraftOptions(draft_vocab_size=200)},
     "draft-lm": {"draft": DraftOptions(init="small")},
 }
