@@ -305,6 +305,7 @@ def test_an_engine_follows_the_store_and_a_restart_too(models: Path, tmp_path: P
         wait_until(holds, 120, said=lambda: running.log.read_text()[-5000:], pause_s=0.5)
 
     with engine(models / "target", tmp_path, draft_lm(models), settings) as running:
+        assert running.worker()["records"] is None
         until(status)
         publish(root, 1, models / "perfect")
         until(lambda: status()["version"] == 1)

@@ -78,7 +78,7 @@ def answers(folder: Path, draft: Path | None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(workshop: Path) -> dict[str, Any]:
-    return check_plain(workshop, answers(workshop, None))
+    return check_plain(workshop, answers(workshop, None), earlier=1, later=1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

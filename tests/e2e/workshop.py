@@ -215,12 +215,15 @@ def check_accepted(engine: str, folder: Path, family: str, found: dict[str, Any]
     assert abs(found["rounds"] / here.rounds - 1) < 0.02
 
 
-def check_plain(folder: Path, found: dict[str, Any]) -> dict[str, Any]:
+def check_plain(
+    folder: Path, found: dict[str, Any], *, earlier: int = 0, later: int = 0
+) -> dict[str, Any]:
     """What another engine generates without a draft, which must be the answers in the data, or a
     prediction from those would mean nothing. Two implementations round differently: a greedy text
-    forks where two logits agree to the last digits. One may end it a token earlier."""
+    forks where two logits agree to the last digits. The engine may end so many tokens `earlier` or
+    `later`."""
     same = sum(
-        theirs[: len(ours)] == ours[: len(theirs)] and abs(len(theirs) - len(ours)) <= 1
+        theirs[: len(ours)] == ours[: len(theirs)] and -earlier <= len(theirs) - len(ours) <= later
         for theirs, (_, ours) in zip(found["tokens"], texts(folder), strict=True)
     )
     assert same >= 22
