@@ -384,10 +384,10 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def target(tiny_target: Callable[..., str], request: pytest.FixtureRequest) -> Any:
-    """The tiny Llama, loaded once a module, in the module's `DTYPE` if it has one."""
+    """The tiny Llama, loaded once a module, in the module's `TARGET_DTYPE` if it has one."""
     from draftsmith.drafters.target.target import Target
 
-    return Target.load(tiny_target("llama"), dtype=getattr(request.module, "DTYPE", "auto"))
+    return Target.load(tiny_target("llama"), dtype=getattr(request.module, "TARGET_DTYPE", "auto"))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from tests.first_rounds import first_round
 from tests.noise import noisy
 from tests.unrolled import unroll_batch
 
-DTYPE = torch.float64  # of the target
+TARGET_DTYPE = torch.float64
 K = 4
 ROWS = 64
 TEXT = [5, 9, 200, 31, 7]

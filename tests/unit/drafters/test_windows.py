@@ -18,7 +18,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from tests.noise import noisy
 
-DTYPE = torch.float64  # of the target
+TARGET_DTYPE = torch.float64
 WINDOW, LENGTH, DEPTHS = 7, 250, 3  # several chunks of the unroll
 FAMILIES_OF_ONE_LAYER = ["eagle3", "p-eagle", "mtp", "eagle1", "draft-lm"]
 SMALL = {"p-eagle": {"num_hidden_layers": 1}, "draft-lm": {"num_layers": 1}}

@@ -21,7 +21,7 @@ from tests.noise import noisy
 from tests.published_drafts import MASK_TOKEN, TAPPED, block_states
 from tests.unrolled import assert_unrolls_as_drafted, unroll_batch
 
-DTYPE = torch.float64  # of the target
+TARGET_DTYPE = torch.float64
 SHAPED = {"taps": TAPPED, "mask_token": MASK_TOKEN}
 OPTIONS = {
     ("dflash", True): DflashOptions(block_size=5, **SHAPED),

@@ -21,7 +21,7 @@ from tests.first_rounds import first_round
 from tests.small_drafts import KINDS, small_draft
 from tests.unrolled import assert_unrolls_as_drafted, unroll_batch, unrolled_logits
 
-DTYPE = torch.float64  # of the target
+TARGET_DTYPE = torch.float64
 LENGTH = 150  # more than one chunk of the unroll
 BLOCK = 4
 EACH = [kind for kind in KINDS if kind not in ("p-eagle", "dflash, seeing all")]

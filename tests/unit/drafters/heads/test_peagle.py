@@ -21,7 +21,7 @@ from tests.first_rounds import first_round
 from tests.noise import noisy
 from tests.unrolled import unroll_batch
 
-DTYPE = torch.float64  # of the target
+TARGET_DTYPE = torch.float64
 K = 4
 MASK = 7
 

@@ -19,7 +19,7 @@ from tests.unrolled import unrolled_logits
 each_layout = pytest.mark.parametrize(
     "layout", [*LAYOUTS, *VARIANTS], ids=lambda layout: layout.name
 )
-DTYPE = torch.float64  # of the target
+TARGET_DTYPE = torch.float64
 K = 3
 TEXT = torch.randint(3, 288, (13,), generator=torch.Generator().manual_seed(1)).tolist()
 

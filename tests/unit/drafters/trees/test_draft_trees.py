@@ -27,7 +27,7 @@ from tests.first_rounds import first_round
 from tests.small_drafts import small_draft
 from tests.unrolled import unrolled_logits
 
-DTYPE = torch.float64  # of the target
+TARGET_DTYPE = torch.float64
 BLOCK = 4
 KINDS = ("eagle3 subset", "eagle1", "mtp")
 SIZES = (9, 21, 6)  # of the texts; their caches hold all but the last few positions
