@@ -24,8 +24,7 @@ INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-INDEXES = (INDEX, PICKLED_INDEX)
-SINGLE = (WEIGHTS, PICKLED, *MEDUSA)
+FORMS = (INDEX, WEIGHTS, PICKLED_INDEX, PICKLED, *MEDUSA)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -119,25 +118,39 @@ def _pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Names of the weight files of a folder; reading them finds out whether they exist."""
-    for name in INDEXES:
-        if (folder / name).is_file():
-            index = files.read_json(folder / name, "weight index")
-            weight_map = index.get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise UserError(
-                    f"weight index {str(folder / name)!r} names no files; restore the file"
-                )
-            return [folder / file for file in sorted(set(weight_map.values()))]
-    found = (folder / name for name in SINGLE if (folder / name).is_file())
-    return [next(found, folder / WEIGHTS)]
+    """Paths of the weight files of a folder, of several forms safetensors; reading them finds out
+    whether they exist. A whole model beside an index of safetensors may be half of an upload."""
+    found = next((name for name in FORMS if (folder / name).is_file()), WEIGHTS)
+    if found not in (INDEX, PICKLED_INDEX):
+        return [folder / found]
+    weight_map = files.read_json(folder / found, "weight index").get("weight_map")
+    named = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not named or any(not isinstance(one, str) or one != Path(one).name for one in named):
+        raise UserError(
+            f"weight index {str(folder / found)!r} names no files of its folder; restore the file"
+        )
+    return [folder / name for name in sorted(set(named))]
+
+
+def safe_files(folder: Path) -> list[Path]:
+    """Weight files of which single tensors are read."""
+    found = weight_files(folder)
+    for path in found:
+        if path.suffix != ".safetensors" or not path.is_file():
+            raise UserError(
+                f"{str(folder)!r} lacks {WEIGHTS if path.is_file() else path.name}; fetch or save "
+                "the model again"
+            )
+    return found
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], where: str) -> None:
     for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            continue
         # Floats of eight bits have no test of their own.
         wide = tensor.float() if tensor.element_size() == 1 else tensor
-        if tensor.is_floating_point() and not torch.isfinite(wide).all():
+        if not torch.isfinite(wide).all():
             raise UserError(
                 f"weight {name!r} of {where!r} holds NaN or infinite values; use an earlier "
                 "version of the draft"

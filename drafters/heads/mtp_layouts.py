@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from draftsmith.drafters.layouts.folder import NESTED
 from draftsmith.drafters.layouts.fp8 import block_of, dequantised
-from draftsmith.drafters.weights import check_finite, weight_files
+from draftsmith.drafters.weights import check_finite, safe_files
 from draftsmith.errors import UserError
 
 
@@ -189,7 +189,7 @@ def module_tensors(
 ) -> dict[str, torch.Tensor]:
     """Those of the module under `prefix`, which their names here lack; FP8 as numbers."""
     tensors: dict[str, torch.Tensor] = {}
-    for path in weight_files(folder):
+    for path in safe_files(folder):
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - not a dict
             tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}

@@ -24,8 +24,8 @@ from draftsmith.drafters.heads.mtp_layouts import (
 from draftsmith.drafters.init_from_target import shares_embeddings
 from draftsmith.drafters.weights import (
     read_weights,
+    safe_files,
     stored_tensors,
-    weight_files,
     write_weights,
 )
 from draftsmith.errors import UserError
@@ -321,7 +321,7 @@ def stitch(
 def copy_target_weights(target: Path, out: Path, replaces: Callable[[str], bool]) -> dict[str, str]:
     """Returns tensor name -> file name in `out`."""
     weight_map: dict[str, str] = {}
-    for file in weight_files(target):
+    for file in safe_files(target):
         # Loaders take a `model.safetensors` for the whole model and never look at the index.
         name = (
             file.name

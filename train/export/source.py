@@ -18,7 +18,7 @@ from draftsmith.drafters.draft_shape import windows_in
 from draftsmith.drafters.heads.mtp import READS_FINAL
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.load import adapter_base, build_model, load_config
-from draftsmith.drafters.weights import stored_tensors, weight_files
+from draftsmith.drafters.weights import safe_files, stored_tensors, weight_files
 from draftsmith.errors import UserError
 from draftsmith.train.objective.outline import TargetOutline
 
@@ -75,7 +75,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def target_tensor(source: ExportSource, ending: str) -> torch.Tensor:
     """The target's tensor of this name, whatever the name of the language model in it."""
-    for file in weight_files(source.target):
+    for file in safe_files(source.target):
         for name in stored_tensors(file):
             if name.endswith(ending) and "visual" not in name:
                 with safe_open(file, framework="pt") as weights:
