@@ -50,12 +50,14 @@ def with_key(api_key: str | None) -> dict[str, str]:
 
 def base_of(url: str, option: str = "url") -> str:
     """Address of the server that an option names, without the path of its API."""
+    import httpx  # late: it would delay --help
+
     base = url.rstrip("/").removesuffix("/v1")
     try:
         parsed = urlsplit(base)
-        is_server = parsed.scheme in ("http", "https") and bool(parsed.hostname)
+        is_server = parsed.scheme in ("http", "https") and bool(httpx.URL(base).host)
         is_server = is_server and parsed.port != 0
-    except ValueError:
+    except (ValueError, httpx.InvalidURL):
         is_server = False
     if not is_server:
         raise UserError(

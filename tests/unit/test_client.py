@@ -9,11 +9,39 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from draftsmith.client import VARIABLE, accepted_keys, bearer, send, send_async, with_key
+from draftsmith.client import (
+    VARIABLE,
+    accepted_keys,
+    base_of,
+    bearer,
+    send,
+    send_async,
+    with_key,
+)
+from draftsmith.errors import UserError
 from draftsmith.serve.bench.client import Client
 from draftsmith.serve.bench.command import server_arguments
 from draftsmith.serve.bench.config import BenchConfig
 from tests.closing_server import EVENT, Closing
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "localhost:8000", "http://", "http://a:0", "http://a:99999", "http://a:b",
+        "http://192.168.1.300:8000", "http://ex\u00e4mple..com", "http://a\nb", "ftp://a", "http://[::1",
+    ],
+)  # fmt: skip
+def test_a_url_that_names_no_server_is_one_sentence(url: str) -> None:
+    with pytest.raises(UserError, match=r"option 'url' is .*, which names no server; give its URL"):
+        base_of(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a", "https://a.b:1/v1/", "http://[::1]:8000", "http://1.2.3.4"]
+)
+def test_a_server_is_named_without_the_path_of_its_api(url: str) -> None:
+    assert base_of(url) == url.removesuffix("/v1/")
 
 
 def test_an_option_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
