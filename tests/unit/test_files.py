@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.files import atomic_path, is_full, read_json, write_text
+from draftsmith.files import atomic_path, is_full, read_json, restored, write_text
 from draftsmith.train.checkpoints import BestDraft, RunFolder
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.pipeline import read_record
@@ -44,6 +44,16 @@ def test_other_errors_keep_their_words(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError) as error, atomic_path(tmp_path / "a"):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
     assert error.value.filename is None and not is_full(error.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "value"),
+    [(dict[str, int], []), (list[str], "abc"), (tuple[int], 3), (list[int], {})],
+)
+def test_a_saved_value_of_another_form_is_a_type_error(wanted: Any, value: Any) -> None:
+    with pytest.raises(TypeError, match=" is no "):
+        restored(wanted, value)
+    assert restored(list[int] | None, None) is None and restored(list[int], (1, 2)) == [1, 2]
 
 
 def resume(root: Path) -> None:
