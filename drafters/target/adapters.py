@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +34,7 @@ class Adapters:
         self.target = target
         self.names: list[str] = []
         self._layers: dict[str, LayerDeltas] = {}
-        # Tokens of the present pass by adapter; of no adapter outside `of`.
-        self.tokens: Mapping[str, torch.Tensor] = {}
-        self.num_tokens = 0
+        self._now = AdaptedTokens()
 
     @classmethod
     def load(cls, target: Target, folders: Mapping[str, str]) -> Adapters:
@@ -61,7 +60,7 @@ class Adapters:
             raise _refusal(name, folder, "it changes weights of the target, which requests share")
         for layer, delta in deltas.items():
             if layer not in self._layers:
-                self._layers[layer] = LayerDeltas(self)
+                self._layers[layer] = LayerDeltas(self._now)
                 module = self.target.model.get_submodule(layer)
                 module.register_forward_hook(self._layers[layer])
             self._layers[layer].deltas[name] = delta
@@ -75,12 +74,12 @@ class Adapters:
         Args:
             tokens: [n] int64 indices by adapter, among the `num_tokens` of the pass.
         """
-        self.tokens, self.num_tokens = tokens, num_tokens
+        self._now.tokens, self._now.num_tokens = tokens, num_tokens
         try:
             with self.target.own_forward():
                 yield
         finally:
-            self.tokens = {}
+            self._now.tokens = {}
 
     def _check(self, name: str, folder: str, ids: torch.Tensor, expected: torch.Tensor) -> None:
         """Compares a text of the adapter and one of the base in one pass with peft's forward, and
@@ -125,7 +124,7 @@ def _read(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             peft = PeftModel.from_pretrained(target.model, folder)
-    except (UserError, torch.OutOfMemoryError):
+    except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # readers of torn files raise classes of their own
         raise _refusal(name, folder, f"it does not load ({first_line(error)})") from error
@@ -186,22 +185,31 @@ class Delta(NamedTuple):
         return output.index_copy(-2, tokens, changed.to(output.dtype))
 
 
+@dataclass
+class AdaptedTokens:
+    """Tokens of the present pass by adapter; of no adapter outside `Adapters.of`. The hooks hold
+    this alone: by way of the target they would keep its weights alive."""
+
+    tokens: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    num_tokens: int = 0
+
+
 class LayerDeltas:
     """A forward hook of one linear layer that adds the changes of the pass's adapters."""
 
-    def __init__(self, adapters: Adapters):
-        self.adapters = adapters
+    def __init__(self, now: AdaptedTokens):
+        self.now = now
         self.deltas: dict[str, Delta] = {}
 
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> Any:
-        for name, tokens in self.adapters.tokens.items():
+        for name, tokens in self.now.tokens.items():
             delta = self.deltas.get(name)
             if delta is None:
                 continue
-            if inputs[0].shape[-2] != self.adapters.num_tokens:
+            if inputs[0].shape[-2] != self.now.num_tokens:
                 raise RuntimeError(
                     f"a {type(layer).__name__} reads {inputs[0].shape[-2]} of the "
-                    f"{self.adapters.num_tokens} tokens of a pass"
+                    f"{self.now.num_tokens} tokens of a pass"
                 )
             output = delta.added(inputs[0], output, tokens)
         return output

@@ -173,6 +173,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool) -> PreTrainedTo
         path = base
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except MemoryError:
+        raise
     except Exception as error:  # tokenizers raises that class itself
         _check_remote_code(path, error)
         raise UserError(
@@ -246,7 +248,7 @@ def _merged(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         apart = (logits - expected).abs().max() / (expected.std() + 1e-6)
         if not apart <= TOLERANCE[logits.dtype]:
             raise ValueError(f"its logits are then {float(apart):.2g} of their spread from peft's")
-    except torch.OutOfMemoryError:
+    except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # readers of torn files raise classes of their own
         raise UserError(

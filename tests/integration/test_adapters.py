@@ -3,6 +3,8 @@ shares its pass."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,19 @@ def folders(tiny_target, tmp_path_factory) -> dict[str, str]:
             rank_pattern={"k_proj": 2}, layers_to_transform=[1, 3],
         ),
     }  # fmt: skip
+
+
+def test_adapters_do_not_keep_a_target_in_memory(tiny_target, folders) -> None:
+    target = Target.load(tiny_target("llama"))
+    adapters = Adapters.load(target, folders)
+    alive = weakref.ref(target.model)
+    gc.collect()
+    gc.disable()
+    try:
+        del target, adapters
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="module")
