@@ -146,7 +146,9 @@ class StoredDistributions:
                     f"data {folder!r} holds the distributions of other weights than this target's; "
                     "train with --teacher live"
                 )
-            parts.append(rows.select_columns(list(COLUMNS)))
+            rows = rows.select_columns(list(COLUMNS))
+            is_alike = not parts or rows.features == parts[0].features
+            parts.append(rows if is_alike else rows.cast(parts[0].features))
         self.rows = concatenate_datasets(parts).with_format("arrow")
         sizes = [Lists(table["loss_mask"]).lengths for table in self.rows.iter(batch_size=1000)]
         self.ends = np.concatenate(sizes).cumsum()
