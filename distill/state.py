@@ -40,7 +40,7 @@ from draftsmith.errors import first_line
 from draftsmith.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.distill")
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # Of the target, whose records are still texts to learn from.
 MOST_REVISIONS = 1024
 FOLDER = re.compile(r"state-(\d{8})")

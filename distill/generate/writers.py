@@ -101,7 +101,7 @@ class ServerWriter:
         """`waiting`: as of `PatientServer`."""
         self.config, self.form = config, form
         self.server = PatientServer(config.url or "", "url", api_key=config.api_key, **waiting)
-        self.model = config.model or self.server.first_model()
+        self.model = config.model or self.server.first_model("check the URL, or give --model")
 
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
         pool = ThreadPoolExecutor(self.config.batch)

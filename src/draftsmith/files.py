@@ -131,7 +131,7 @@ def restored(wanted: Any, value: Any) -> Any:
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (typing.Union, types.UnionType):
         return None if value is None else restored(inner[0], value)
-    forms = {list: (list, tuple), tuple: (list, tuple), dict: Mapping}
+    forms: dict[Any, Any] = {list: (list, tuple), tuple: (list, tuple), dict: Mapping}
     if origin in forms and not isinstance(value, forms[origin]):
         raise TypeError(f"{str(value)[:60]!r} is no {origin.__name__}")
     if origin in (list, tuple):

@@ -65,14 +65,14 @@ class PatientServer:
             transport=transport,
         )
 
-    def first_model(self) -> str:
+    def first_model(self, mend: str = "check the URL") -> str:
         """Name of the model that the server lists first."""
         listed = self.ask("GET", MODELS_PATH)
         try:
             return str(listed["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(
-                f"server {self.base} lists no model at {MODELS_PATH}; check the URL"
+                f"server {self.base} lists no model at {MODELS_PATH}; {mend}"
             ) from error
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -133,7 +133,7 @@ class StoredDistributions:
         # Late: its import takes a second.
         from datasets import concatenate_datasets
 
-        parts = []
+        parts: list[Any] = []
         for folder, record in provenance.items():
             rows = load_rows(Path(folder))
             if any(name not in rows.column_names for name in COLUMNS):
