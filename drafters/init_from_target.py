@@ -1,5 +1,5 @@
-"""Tables that a draft shares with its target or brings itself, and initial values that a new one
-takes from it."""
+"""Making, saving and filling of drafts that are modules, tables that one shares with its target or
+brings itself, and initial values that a new one takes from it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class OwnTables(NamedTuple):
         )
 
     def add_to(self, module: nn.Module, config: PreTrainedConfig) -> None:
-        """Sets the module's attributes; those it lacks are None. They are read, and not trained."""
+        """Sets the module's attributes; those it lacks are None. None is trained before
+        a family says so."""
         size, rows = config.hidden_size, self.draft_vocab_size
         module.lm_head = None if rows is None else nn.Linear(size, rows, bias=False)
         module.embed_tokens = nn.Embedding(config.vocab_size, size) if self.embeddings else None

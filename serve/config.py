@@ -209,12 +209,6 @@ class LearningOptions:
         "recorded",
     )
 
-    def learns_by(self) -> str:
-        """Option by which the draft learns from this server's answers; "" where it does not."""
-        if self.learn is not None:
-            return "learn"
-        return "" if self.versions is None else "versions"
-
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:

@@ -70,7 +70,7 @@ class Staging:
         return slots_of(self.model, ())
 
     def load(self, folder: Path, version: str) -> Loaded:
-        """Check a version and load it beside the served one. Raises `DraftRefused`; the second copy
+        """Check a version and load it beside the served one. Raises `UserError`; the second copy
         then holds what it held."""
         begun_s = time.perf_counter()
         proposer = self.proposer
