@@ -74,39 +74,54 @@ def ask_quietly(url: str, prompt: str) -> QuietAnswer:
 class Crowd:
     url: str
     quiet: list[QuietAnswer]
+    num_clients: int
     seconds: float
     # complete, left; of the complete ones: stopped, greedy, near
     ends: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[int] = field(default_factory=Counter)
     num_choices: int = 0  # sent
 
-    async def run(self, num_clients: int) -> None:
+    async def run(self) -> None:
         until_s = time.monotonic() + self.seconds
-        limits = httpx.Limits(max_connections=2 * num_clients)
+        limits = httpx.Limits(max_connections=2 * self.num_clients)
         async with httpx.AsyncClient(base_url=self.url, timeout=300, limits=limits) as http:
             clients = [
-                self._client(http, random.Random(number), until_s) for number in range(num_clients)
+                self._client(http, random.Random(number), until_s)
+                for number in range(self.num_clients)
             ]
             await asyncio.gather(*clients)
 
     async def _client(self, http: httpx.AsyncClient, chance: random.Random, until_s: float) -> None:
-        """One that leaves within its answer now and then."""
         while time.monotonic() < until_s:
             index = chance.randrange(len(PROMPTS))
             body = wish(chance, index, self.quiet[index])
             self.num_choices += body["n"]
-            leaves_s = chance.uniform(0, 2) if chance.random() < 0.3 else None
-            ask = self._streamed if body["stream"] else self._whole
-            try:
-                choices = await asyncio.wait_for(ask(http, body), leaves_s)
-            except asyncio.TimeoutError:
+            leaves = chance.random() < 0.3
+            if body["stream"]:
+                choices = await self._streamed(
+                    http, body, leave_after=chance.randint(0, 12) if leaves else None
+                )
+            else:
+                choices = await self._whole(
+                    http, body, leave_after_s=chance.uniform(0, 2) if leaves else None
+                )
+            if choices is None:
                 self.ends["left"] += 1
                 continue
             self.ends["complete"] += 1
             for choice in choices:
                 self._check(body, self.quiet[index], choice)
 
-    async def _whole(self, http: httpx.AsyncClient, body: Body) -> list[Body]:
-        response = await http.post("/v1/completions", json=body)
+    async def _whole(
+        self, http: httpx.AsyncClient, body: Body, *, leave_after_s: float | None
+    ) -> list[Body] | None:
+        try:
+            response = await asyncio.wait_for(
+                http.post("/v1/completions", json=body), leave_after_s
+            )
+        except asyncio.TimeoutError:
+            return None
+        self.statuses[response.status_code] += 1
         assert response.status_code == 200, response.text
         told = response.json()
         assert told["usage"]["completion_tokens"] == sum(
@@ -114,14 +129,23 @@ class Crowd:
         )
         return told["choices"]
 
-    async def _streamed(self, http: httpx.AsyncClient, body: Body) -> list[Body]:
+    async def _streamed(
+        self, http: httpx.AsyncClient, body: Body, *, leave_after: int | None
+    ) -> list[Body] | None:
         choices: list[Body] = [{"token_ids": [], "finish_reason": None} for _ in range(body["n"])]
+        events = 0
         async with http.stream("POST", "/v1/completions", json=body) as response:
+            self.statuses[response.status_code] += 1
             assert response.status_code == 200
             async for line in response.aiter_lines():
+                if not line:
+                    continue
+                if events == leave_after:
+                    return None
+                events += 1
                 if line == "data: [DONE]":
                     return choices
-                told = json.loads(line.removeprefix("data: ")) if line else {"choices": []}
+                told = json.loads(line.removeprefix("data: "))
                 assert "error" not in told, told
                 for piece in told["choices"]:
                     choice = choices[piece["index"]]
@@ -138,7 +162,9 @@ class Crowd:
         self.ends["stopped"] += reason == "stop"
         if body["temperature"] > 0:
             return
-        assert quiet.right(tokens), f"{tokens} instead of {quiet.tokens} for {body}"
+        assert quiet.right(tokens), (
+            f"{tokens} instead of {quiet.tokens} (margins {quiet.margins}) for {body}"
+        )
         same = tokens == quiet.tokens[: len(tokens)]
         self.ends["greedy" if same else "near"] += 1
         if same and "stop_token_ids" in body:
@@ -179,12 +205,17 @@ def wish(chance: random.Random, index: int, quiet: QuietAnswer) -> Body:
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     quiet = [ask_quietly(job["quiet_url"], prompt) for prompt in PROMPTS]
-    crowd = Crowd(job["url"], quiet, job["seconds"])
-    asyncio.run(crowd.run(job["num_clients"]))
+    crowd = Crowd(job["url"], quiet, job["num_clients"], job["seconds"])
+    asyncio.run(crowd.run())
     # The server answers as if nothing had been.
     for prompt, answer in zip(PROMPTS, quiet):
         assert answer.right(ask_quietly(job["url"], prompt).tokens), prompt
-    print(json.dumps({"ends": crowd.ends, "num_choices": crowd.num_choices + len(PROMPTS)}))
+    seen = {
+        "ends": crowd.ends,
+        "statuses": crowd.statuses,
+        "num_choices": crowd.num_choices + len(PROMPTS),
+    }
+    print(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ from draftsmith.record import Distribution, RoundRecord, hashed
 
 URL = "s3://traffic/served"
 BASE = RoundRecord(
-    "", 0, "", "t", "rev", "1", 1.0, 1.0, 0, 1.0, 0.0, 2, [5, 6], [7], 1, [7, 8], 8,
-    p=[Distribution([7, 9], [-0.1, -3.0], 0.05)], q=[Distribution([7], [0.0], 0.0)], last=True,
+    "", target="t", target_revision="rev", draft_version="1", round=0, time_s=1.0, position=2,
+    context=[5, 6], drafted=[7], accepted=1, committed=[7, 8], emitted=8, last=True,
+    p=[Distribution([7, 9], [-0.1, -3.0], 0.05)], q=[Distribution([7], [0.0], 0.0)],
 )
 
 def put(writer, answer, count):

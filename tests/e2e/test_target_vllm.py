@@ -177,7 +177,7 @@ def test_what_vllm_refuses_is_told_with_its_mend(place: Place, settings: TrainCo
             f"{TOP + 1}, which .*; start vLLM with --max-logprobs {TOP + 1}",
         ),
         ({"target_logprobs": 0}, "give target_logprobs=64 too"),
-        ({"family": "eagle3", "draft_lm": None}, "states of the target, which no server gives"),
+        ({"family": "eagle3", "draft": None}, "states of the target, which no server gives"),
     ):
         with pytest.raises(UserError, match=says):
             run(replace(one, **changes))

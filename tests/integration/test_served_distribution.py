@@ -542,7 +542,7 @@ LATER_MISTAKES = {
     "typical acceptance": Mistake(Way("near", {"verification": "typical", "draft_sampling": "greedy"})),
     "nodes that see each other": Mistake(Way("near trees", SAMPLED, "top-k, longer"), plant=blind, num_samples=FEW_SAMPLES),
     "keys left where they were": Mistake(Way("near trees", SAMPLED, "top-k, longer"), plant=unmoved, num_samples=4096),
-    "several drafts mixed up": Mistake(Way("unlike eagle3", SWAPPED, "few tokens", swapped="eagle3"), plant=mixed_up),
+    "several drafts mixed up": Mistake(Way("unlike eagle3", SWAPPED, "few tokens", swapped="eagle3"), plant=mixed_up, num_samples=4096),
     **{f"{asked} without drafted tokens": Mistake(Way("nearer", {"k": 3}, asked), plant=without_drafted) for asked in ADJUSTED[:2]},
     "the newest alone in blocks": Mistake(Way("nearer", BLOCK | {"k": 3}, "penalties"), plant=newest_alone, num_samples=FEW_SAMPLES),
     **{
