@@ -23,6 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from draftsmith import files
 from draftsmith.errors import UserError
+from draftsmith.prompts.shares import uniform
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -309,5 +310,4 @@ def remove_canary(root: str | Path) -> None:
 def in_canary(request: str, share: float) -> bool:
     """Decided by the request alone, as records name it, and apart from the draw that decides
     whether it is recorded."""
-    digest = hashlib.blake2b(request.encode(), digest_size=6, person=b"canary").digest()
-    return int.from_bytes(digest, "big") < share * 2**48
+    return uniform(request, "canary") < share

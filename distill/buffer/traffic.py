@@ -3,7 +3,6 @@ records are still coming."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import torch
 from draftsmith.distill.buffer.folder import ShardFolder, is_forgotten, parse
 from draftsmith.distill.buffer.record_table import tokens_only, without_distributions, without_q
 from draftsmith.errors import UserError
+from draftsmith.prompts.shares import uniform
 from draftsmith.record import RecordedTaps, RoundRecord, sampler_of
 from draftsmith.train.data.roles import Branch, Role, branch_of, roles_of
 
@@ -104,16 +104,12 @@ def is_held_out(text: ServedText, share: float, by: str = "prompt") -> bool:
     the request."""
     if by == "prompt":
         return is_held_out_prompt(text.records[0].context, share)
-    return _is_within(text.request.encode(), share)
+    return uniform(text.request) < share
 
 
 def is_held_out_prompt(prompt: Sequence[int], share: float) -> bool:
     """The same of token ids, for texts that were never served."""
-    return _is_within(np.array(prompt, dtype=np.int32).tobytes(), share)
-
-
-def _is_within(name: bytes, share: float) -> bool:
-    return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") < share * 2**32
+    return uniform(np.array(prompt, dtype=np.int32).tobytes()) < share
 
 
 def is_whole(records: Sequence[RoundRecord]) -> bool:

@@ -11,7 +11,6 @@ manifest.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -20,6 +19,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import quote
+
+from draftsmith.prompts.shares import uniform
 
 CURRENT = "current"
 MANIFEST = "manifest.json"
@@ -209,7 +210,8 @@ class Rollout:
 
     def has_candidate(self, engine: str, period: Period) -> bool:
         """True where the period is the candidate's half of its pair."""
-        coin = hashed(f"{self.candidate}/{self.stage}/{engine}/{period.pair}") < 0.5
+        name = f"{self.candidate}/{self.stage}/{engine}/{period.pair}"
+        coin = uniform(name, "rollout") < 0.5
         return (period.half == 0) == coin
 
     def version_for(self, engine: str, at_s: float) -> int:
@@ -254,9 +256,4 @@ def cut_for(share: float, candidate: int, engines: Iterable[str]) -> float:
 def place_of(engine: str, candidate: int) -> float:
     """Place of an engine in [0, 1), another one for each candidate, so that no engine has every
     risk."""
-    return hashed(f"{candidate}/{engine}")
-
-
-def hashed(text: str) -> float:
-    digest = hashlib.blake2b(text.encode(), digest_size=6, person=b"rollout").digest()
-    return int.from_bytes(digest, "big") / 2**48
+    return uniform(f"{candidate}/{engine}", "rollout")

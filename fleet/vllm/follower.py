@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from draftsmith.fleet.engine import logger, once
-from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreachable, hashed
+from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreachable
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.fleet.vllm.swap_client import Answers, SwapClient, SwapOutcome
+from draftsmith.prompts.shares import uniform
 
 LAYOUT = "vllm"
 # Between two comparisons of all weights with those that should be loaded.
@@ -207,7 +208,7 @@ class Pace:
     def download_delay_s(self, version: int) -> float:
         """Delay of a version's download after it was first seen, the same at every look: uniform
         over `spread_s` across engines, another one for each version."""
-        return self.spread_s * hashed(f"download/{version}/{self.engine}")
+        return self.spread_s * uniform(f"{version}/{self.engine}", "download")
 
 
 # Figures by version, as the writer of records leaves them.

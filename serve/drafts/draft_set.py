@@ -8,7 +8,6 @@ rounds.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections import deque
@@ -22,6 +21,7 @@ from draftsmith.drafters.pool import DraftPool
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.versions import in_canary
 from draftsmith.errors import UserError
+from draftsmith.prompts.shares import uniform
 from draftsmith.record import hashed
 from draftsmith.serve.drafts.served import ServedDraft
 from draftsmith.serve.drafts.swap import Swap, apply_swap, prepare_new, prepare_swap
@@ -241,5 +241,4 @@ class Router:
 
 
 def is_probe(request: str) -> bool:
-    digest = hashlib.blake2b(request.encode(), digest_size=6, person=b"probe").digest()
-    return int.from_bytes(digest, "big") < PROBES * 2**48
+    return uniform(request, "probe") < PROBES

@@ -11,6 +11,7 @@ import torch
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.logged import LoggedRound
+from draftsmith.prompts.shares import uniform
 from draftsmith.record import (
     RecordedRound,
     RecordedTaps,
@@ -18,7 +19,6 @@ from draftsmith.record import (
     RoundRow,
     Sink,
     hashed,
-    uniform,
 )
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import sampler_name
@@ -68,7 +68,7 @@ class RoundRecorder:
             # Learning has the base for its target: an adapter has another distribution.
             allowed = options.learn and not request.repeatable and not options.adapter
             share = self.sink.share if allowed else 0.0
-            state.share = share if uniform(request.id) < share else 0.0
+            state.share = share if uniform(request.id, "record") < share else 0.0
         return state.share > 0
 
     def begin(self, request: Request) -> None:

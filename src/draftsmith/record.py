@@ -329,13 +329,6 @@ def hashed_answer(answer: str) -> str:
     return hashlib.sha256(answer.encode()).hexdigest()[:16]
 
 
-def uniform(request_id: str) -> float:
-    """Number in [0, 1), a function of the request's id."""
-    return (
-        int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=6).digest(), "big") / 2**48
-    )
-
-
 class SinkCounts(NamedTuple):
     """Records that a sink was handed, by what became of them; those that wait are in none."""
 

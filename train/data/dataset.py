@@ -19,6 +19,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_difference
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
+from draftsmith.prompts.shares import uniform
 
 REQUIRED = ("input_ids", "loss_mask")
 
@@ -147,7 +148,8 @@ def held_out(names: Sequence[str], splits: Sequence[str | None], share: float) -
     if "held-out" in splits:
         chosen = np.array([split == "held-out" for split in splits])
     else:
-        hashes = np.array([_hash(name) for name in names])
+        # Not the draw without a name, by which `generate --split` has chosen already.
+        hashes = np.array([uniform(name, "held out of training") for name in names])
         # A small set may have no row below the share; the lowest hash is as arbitrary and as
         # stable.
         chosen = hashes <= max(share, hashes.min())
@@ -218,16 +220,10 @@ def share_of(corpus: Corpus, share: float) -> Corpus:
     lowest hashes."""
     train = corpus.train
     names = [train.pieces.names[at] for at in train.indices]
-    ordered = sorted(set(names), key=lambda name: _hash(name, "share of the data"))
+    ordered = sorted(set(names), key=lambda name: uniform(name, "share of the data"))
     kept = set(ordered[: max(1, round(share * len(ordered)))])
     indices = train.indices[np.array([name in kept for name in names], dtype=bool)]
     return replace(corpus, train=Sequences(train.rows, indices, train.pieces))
-
-
-def _hash(name: str, salt: str = "held out of training") -> float:
-    """Hash of a name in [0, 1), the same on every machine. Salted: `generate --split` has chosen by
-    the bare name's hash already."""
-    return int(hashlib.sha256(f"{salt}: {name}".encode()).hexdigest()[:12], 16) / 16**12
 
 
 # A piece of a split text begins with so much of the one before it, as context.

@@ -1,5 +1,6 @@
 """Sources of prompts and texts: the standard library, or files as people have them.
 
+- `shares`: numbers by which a name alone decides: held-out prompts, recorded requests
 - `corpus`: text of the standard library
 - `shapes`: a row of a published shape as conversation, prompt or text
 - `encoded`: text of a file that may be compressed, in the encoding that it names

@@ -3,12 +3,13 @@ manual pages (`stdlib:prose`)."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from draftsmith.prompts.shares import uniform
 
 SKIPPED_FOLDERS = {
     "site-packages",
@@ -60,4 +61,4 @@ CORPORA = {"stdlib:code": stdlib_code, "stdlib:prose": stdlib_prose}
 def held_out(document: Document, share: float = 0.1) -> bool:
     """True when the document belongs to the evaluation part: decided by its name alone, so it never
     moves."""
-    return int(hashlib.sha256(document.name.encode()).hexdigest()[:8], 16) < share * 2**32
+    return uniform(document.name) < share

@@ -34,7 +34,7 @@ from draftsmith.drafters.versions import (
     write_canary,
 )
 from draftsmith.errors import UserError
-from draftsmith.record import uniform
+from draftsmith.prompts.shares import uniform
 
 CENTROIDS = unit(np.array([[1.0, 0, 0, 0, 0, 0, 0, 0], [0, 1.0, 1.0, 0, 0, 0, 0, 0]]))
 
@@ -111,7 +111,7 @@ def test_the_canary_takes_its_share_whatever_is_recorded() -> None:
     requests = [f"cmpl-{number}-0" for number in range(20_000)]
     chosen = np.array([in_canary(request, 0.1) for request in requests])
     assert abs(chosen.mean() - 0.1) < 0.01
-    recorded = np.array([uniform(request) < 0.1 for request in requests])
+    recorded = np.array([uniform(request, "record") < 0.1 for request in requests])
     # The same draw for both would record nothing but canaries.
     assert abs((chosen & recorded).mean() - 0.01) < 0.004
     assert all(
