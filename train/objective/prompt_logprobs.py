@@ -8,6 +8,7 @@ while the draft's step on this one runs.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import deque
@@ -19,12 +20,14 @@ from typing import Any, TypeVar
 import httpx
 import torch
 
-from draftsmith.client import VARIABLE, base_of, bearer
+from draftsmith.client import VARIABLE, base_of, bearer, message_of
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.packed_pass import stretches_of
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.train.objective.teacher import TargetSignals
+
+log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
@@ -57,6 +60,7 @@ class PatientServer:
     ):
         self.base = base_of(url, option)
         self.wait_s, self.pause_s = wait_s, pause_s
+        self._told_s = float("-inf")
         self.http = httpx.Client(
             base_url=self.base,
             headers=bearer(api_key),
@@ -86,11 +90,12 @@ class PatientServer:
             except (httpx.HTTPError, Away) as error:
                 now_s = time.monotonic()
                 failed_s = now_s if failed_s is None else failed_s
+                said = f"server {self.base} does not answer ({first_line(error)})"
                 if now_s - failed_s + pause_s > self.wait_s:
-                    reason = str(error).strip() or type(error).__name__
-                    raise UserError(
-                        f"server {self.base} does not answer ({reason}); {GO_ON}"
-                    ) from error
+                    raise UserError(f"{said}; {GO_ON}") from error
+                if now_s - self._told_s > self.wait_s:  # once for all threads
+                    self._told_s = now_s
+                    log.warning("%s; waiting for it, %g s at most", said, self.wait_s)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -98,14 +103,13 @@ class PatientServer:
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"content-type": "application/json"}
         response = self.http.request(method, path, content=content, headers=headers)
-        if response.status_code in AWAY:
-            raise Away(message_of(response))
         if response.status_code == 401:
             raise UserError(f"server {self.base} asks for another API key; set {VARIABLE} to it")
         if response.status_code != 200:
-            raise Refused(
-                f"server {self.base} refuses: {message_of(response)}", response.status_code
-            )
+            said = f"status {response.status_code}: {message_of(response.content)}".rstrip(": ")
+            if response.status_code in AWAY:
+                raise Away(said)
+            raise Refused(f"server {self.base} refuses: {said}", response.status_code)
         try:
             return response.json()
         except ValueError as error:
@@ -125,13 +129,6 @@ class Refused(UserError):
 
 class Away(Exception):
     """A server that may answer later."""
-
-
-def message_of(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"status {response.status_code}: {response.text[:200]}"
 
 
 class PromptLogprobs:

@@ -101,7 +101,11 @@ class Failing(StandIn):
 
 @pytest.mark.parametrize("status", AWAY)
 def test_a_server_that_comes_back_is_asked_again(
-    target: Target, pauses: list[float], monkeypatch: pytest.MonkeyPatch, status: int
+    target: Target,
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     stand_in = Failing(target)
     logprobs = source(stand_in)
@@ -115,6 +119,8 @@ def test_a_server_that_comes_back_is_asked_again(
     stand_in.status = status
     found = read(logprobs, batch(IDS))
     assert pauses == [0.5, 1.0, 2.0]
+    said = f"server http://vllm does not answer (status {status}: EngineCore died)"
+    assert caplog.messages == [f"{said}; waiting for it, 120 s at most"]
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
@@ -138,9 +144,7 @@ def test_a_batch_that_failed_ahead_is_asked_for_again(target: Target, pauses: li
     logprobs = source(stand_in)
     stand_in.status = 500
     logprobs.announce([batch(IDS)])
-    says = (
-        r"does not answer \(EngineCore died\); start it, then the same command again, which goes on"
-    )
+    says = r"answer \(status 500: EngineCore died\); start it, then the same command again, which goes on"
     with pytest.raises(UserError, match=says) as gone:
         read(logprobs, batch(IDS))
     assert "--max-logprobs" not in str(gone.value)
@@ -159,7 +163,9 @@ def test_options_of_vllm_are_named_for_bad_requests_alone(
     logprobs = source(stand_in)
     for status, is_named in ((400, True), (404, False), (422, False)):
         stand_in.status = status
-        with pytest.raises(UserError, match="refuses: EngineCore died") as refused:
+        with pytest.raises(
+            UserError, match=f"refuses: status {status}: EngineCore died"
+        ) as refused:
             read(logprobs, batch(IDS))
         assert ("--max-logprobs" in str(refused.value)) is is_named
         assert isinstance(refused.value, Refused) is not is_named
@@ -190,7 +196,9 @@ def test_texts_of_a_batch_share_few_threads_and_keep_their_order(
 def test_other_answers_are_refused_in_a_sentence(target: Target) -> None:
     with pytest.raises(UserError, match="fewer than 5 prompt_logprobs"):
         read(source(StandIn(target, most=2), 5), batch(IDS))
-    with pytest.raises(UserError, match=r"refuses: Requested .* of 5.*; start vLLM with .* 5 or"):
+    with pytest.raises(
+        UserError, match=r"refuses: status 400: Requested .* of 5.*; start vLLM with .* 5 or"
+    ):
         read(source(StandIn(target, max_logprobs=4), 5), batch(IDS))
     with pytest.raises(UserError, match=r"knows a token .* and the target has 10"):
         read(source(StandIn(target), 5, vocab_size=10), batch(IDS))
