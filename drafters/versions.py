@@ -234,13 +234,14 @@ def record_decision(root: str | Path, decision: Mapping[str, Any]) -> None:
         os.fsync(handle.fileno())
 
 
-def read_decisions(root: str | Path) -> list[dict[str, Any]]:
-    """Every whole line, oldest first."""
+def read_decisions(root: str | Path, last: int | None = None) -> list[dict[str, Any]]:
+    """Every whole line, oldest first; with `last` no more than so many, without parsing others."""
     path = Path(root) / DECISIONS
     if not path.is_file():
         return []
     decisions = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for line in lines if last is None else lines[-last - 1 :]:  # the final one is no whole line
         try:
             decision = json.loads(line)
         except json.JSONDecodeError:

@@ -298,7 +298,7 @@ def all_decisions(root: str) -> list[Told]:
 
 def decisions_in(folder: Path) -> list[Told]:
     try:
-        return read_decisions(folder)[-DECISIONS_SHOWN:]
+        return read_decisions(folder, DECISIONS_SHOWN)
     except (OSError, UserError):
         return []
 

@@ -105,8 +105,8 @@ def lines(data: Data, trouble: str, width: int) -> Iterator[tuple[str, str]]:
     if trouble:
         yield "alarm", trouble
     yield "live", f"draftsmith  {data['model']}   (Ctrl-C ends)"
+    line = sparkline([one["tau"] for one in data["points"]], width - 24)
     for label, text, mark in data["facts"]:
-        line = sparkline([one["tau"] for one in data["points"]], width - 24)
         yield mark, f"{label:12}{text}{f'  {line}' if label == 'tau' else ''}"
     for table in data["tables"]:
         yield "", ""
