@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from draftsmith import config as configuration
@@ -164,12 +165,26 @@ def test_images_install_what_they_copy() -> None:
     for path in DEPLOY.glob("*.Dockerfile"):
         lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
         words = [line.split()[0] for line in lines]
-        assert [word for word in words if word != "RUN"] == ["FROM", "COPY", "ENTRYPOINT"]
+        assert [word for word in words if word not in ("RUN", "ARG")] == [
+            "FROM",
+            "COPY",
+            "ENTRYPOINT",
+        ]
         copied, run = words.index("COPY"), len(words) - 2
         assert copied < run and words[run] == "RUN" and "/draftsmith" in lines[run]
         assert isinstance(json.loads(lines[-1].split(None, 1)[1]), list)
 
 
-def test_the_learners_image_has_a_compiler() -> None:
+@pytest.mark.parametrize("name", ["learner", "serve"])
+def test_our_own_images_have_a_compiler(name: str) -> None:
     """Without one neither Triton nor the kernels for the CPU can be compiled."""
-    assert "install -y --no-install-recommends g++" in (DEPLOY / "learner.Dockerfile").read_text()
+    assert "install -y --no-install-recommends g++" in (DEPLOY / f"{name}.Dockerfile").read_text()
+
+
+def test_the_servers_image_serves_what_is_given_behind_its_name() -> None:
+    *_, entry = (DEPLOY / "serve.Dockerfile").read_text().splitlines()
+    program, *words = json.loads(entry.removeprefix("ENTRYPOINT "))
+    assert program == "draftsmith" and "0.0.0.0" in words
+    check_command([*words, "--target", "/t", "--ngram", "--port", "0"])
+    extras = re.findall(r"/draftsmith\[(.*)\]", (DEPLOY / "serve.Dockerfile").read_text())
+    assert extras == [COMMANDS["serve"].extra]
