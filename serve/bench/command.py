@@ -196,9 +196,7 @@ async def measure(
         for temperature in config.temperature
         for mode in (*config.modes, *config.tree)
     ]
-    progress = Progress(
-        "bench", total=config.repeats * len(cases), unit="passes", stream=sys.stderr
-    )
+    progress = Progress("bench", total=config.repeats * len(cases), unit="passes")
     for case in cases:
         # Not timed: the first request of a kind pays for caches that later ones find warm.
         await clients.get(case.mode, clients[CHAIN]).measure(

@@ -1,11 +1,14 @@
-"""One progress line with an ETA for long work. Torch-free; rewrites its line on a terminal, prints
-now and then elsewhere."""
+"""Progress of long work with an ETA: tqdm's bar, in a notebook too, and a line now and then where
+there is neither that nor a terminal. Torch-free."""
 
 from __future__ import annotations
 
+import os
 import sys
-import time
-from typing import TextIO
+
+from tqdm.auto import tqdm
+
+LINE = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
 
 
 def duration(seconds: float) -> str:
@@ -17,62 +20,38 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
 
 
-class Progress:
-    """`Progress("generate", total=200, unit="answers")`; `update(done, note="812 tok/s")`;
-    `close()`.
+class Lines:
+    """Stream of a log, in which each state of a bar is a line of its own."""
 
-    The ETA is measured from the work done since construction, so a resumed job gives `start`.
-    """
+    def write(self, text: str) -> None:
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+
+class Progress:
+    """`Progress("generate", 200, unit="answers")`; `update(done, note="812 tok/s")`; `close()`.
+    The ETA is measured from the work done since construction, so a resumed job gives `start`."""
 
     def __init__(
-        self,
-        label: str,
-        total: int,
-        *,
-        unit: str = "",
-        start: int = 0,
-        stream: TextIO | None = None,
-    ):
-        self.label, self.total, self.unit, self.start = label, total, unit, start
-        self.stream = stream or sys.stderr
-        self.interactive = self.stream.isatty()
-        self.interval_s = 0.2 if self.interactive else 10.0
-        self.begun_s = time.monotonic()
-        self.last_s = float("-inf")
-        self.last_line = ""
+        self, label: str, total: int, *, unit: str, start: int = 0, shows: bool = True
+    ) -> None:
+        self.total = total
+        draws = "ipykernel" in sys.modules or (
+            # Terminals of some runners say that they have no columns.
+            sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        )
+        lines = {"file": Lines(), "bar_format": LINE, "mininterval": 10.0, "position": 0}
+        self._bar = tqdm(
+            desc=label, total=total, unit=f" {unit}", initial=start, disable=not (shows and total),
+            smoothing=0, miniters=1, dynamic_ncols=True,
+            **({} if draws else lines),
+        )  # fmt: skip
 
     def update(self, done: int, note: str = "") -> None:
-        now_s = time.monotonic()
-        if now_s - self.last_s < self.interval_s and done < self.total:
-            return
-        self.last_s = now_s
-        self._write(self._line(done, now_s - self.begun_s, note))
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(done - self._bar.n)
 
     def close(self, note: str = "") -> None:
         if note:
-            self._write(f"{self.label}: {note}")
-        if self.interactive and self.last_line:
-            self.stream.write("\n")
-            self.stream.flush()
-
-    def _line(self, done: int, elapsed_s: float, note: str) -> str:
-        fresh = done - self.start
-        left = (
-            f"{duration(elapsed_s / fresh * (self.total - done))} left"
-            if fresh > 0
-            else "estimating"
-        )
-        if done >= self.total:
-            left = f"took {duration(elapsed_s)}"
-        parts = [f"{self.label}: {done}/{self.total} {self.unit}".rstrip(), left, note]
-        return ", ".join(part for part in parts if part)
-
-    def _write(self, line: str) -> None:
-        if line == self.last_line:
-            return
-        if self.interactive:
-            self.stream.write("\r" + line.ljust(len(self.last_line)))
-        else:
-            self.stream.write(line + "\n")
-        self.stream.flush()
-        self.last_line = line
+            self._bar.set_postfix_str(note, refresh=False)
+        self._bar.close()

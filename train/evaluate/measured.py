@@ -342,10 +342,9 @@ class HeldOut:
         if not self.sequences:
             return None
         count, shows = len(self.sequences), os.environ.get("RANK", "0") == "0"
-        progress = Progress("evaluate", count * len(TEMPERATURES), unit="answers")
+        progress = Progress("evaluate", count * len(TEMPERATURES), unit="answers", shows=shows)
         clock: dict[str, Any] = {"within_s": self.within_s, "now_s": self.now_s}
-        shown = {"progress": progress.update} if shows else {}
-        figures = self._measured(drafter, self.sequences, **clock, **shown)
+        figures = self._measured(drafter, self.sequences, progress=progress.update, **clock)
         self.sequences = self.sequences[: figures.prompts]
         if shows:
             fewer = figures.prompts < count

@@ -121,7 +121,7 @@ def open_bench(run: Path, work: Path) -> Bench:
 
 def measure(bench: Bench, cells: list[Cell]) -> list[dict[str, Any]]:
     waiting = [cell for cell in cells if finished(bench, cell) is None]
-    progress = Progress("bench_drafters", total=len(waiting), unit="cells", stream=sys.stderr)
+    progress = Progress("bench_drafters", total=len(waiting), unit="cells")
     try:
         for done, cell in enumerate(waiting, start=1):
             write_json(bench.work / cell.folder / "cell.json", run(bench, cell))

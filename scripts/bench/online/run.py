@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def measure(setting: Setting, cells: list[dict[str, Any]]) -> None:
     waiting = [one for one in cells if finished(setting, one) is None]
-    progress = Progress("bench_online", total=len(waiting), unit="streams", stream=sys.stderr)
+    progress = Progress("bench_online", total=len(waiting), unit="streams")
     try:
         for done, one in enumerate(waiting, start=1):
             result = cell.run(setting, one["stream"], one["requests"], one["seed"])

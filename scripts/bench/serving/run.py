@@ -66,9 +66,8 @@ def measure(
     """Every system once a turn, every other turn backwards, so that a drift of the machine favours
     none."""
     rows = []
-    progress = Progress(
-        "bench_serving", total=len(works) * repeats * len(systems), unit="passes", stream=sys.stderr
-    )
+    total = len(works) * repeats * len(systems)
+    progress = Progress("bench_serving", total, unit="passes")
     done = 0
     for work in works:
         passes: dict[str, list[Pass]] = {system.name: [] for system in systems}

@@ -1,0 +1,69 @@
+"""The progress of long work, on a terminal and in a log."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import time
+
+import pytest
+
+from draftsmith.progress import Progress
+
+
+def advance() -> None:
+    progress = Progress("generate", 200, unit="answers", start=100)
+    time.sleep(0.3)
+    progress.update(150, "812 tok/s")
+    progress.close("all of it")
+
+
+def test_a_log_has_a_line_at_the_start_and_one_at_the_end(capsys: pytest.CaptureFixture) -> None:
+    advance()
+    Progress("nothing", 0, unit="texts").close()
+    Progress("of another process", 9, unit="texts", shows=False).close("done")
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "generate: 100/200 answers [00:00<?]"
+    done, left = re.fullmatch(
+        r"generate: 150/200 answers \[(\d\d:\d\d)<(\d\d:\d\d), all of it\]", last
+    ).groups()
+    assert done == left  # as fast as the half that was done here
+
+
+def test_work_within_work_has_lines_of_its_own_in_a_log(capsys: pytest.CaptureFixture) -> None:
+    outer = Progress("train", 2, unit="steps")
+    advance()
+    outer.update(2)
+    outer.close()
+    told = capsys.readouterr().err
+    assert "\x1b" not in told
+    assert [line.split(" [")[0] for line in told.splitlines()] == [
+        "train: 0/2 steps", "generate: 100/200 answers", "generate: 150/200 answers",
+        "train: 2/2 steps",
+    ]  # fmt: skip
+
+
+def on_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    shown = b""
+    with os.fdopen(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        advance()
+        stream.flush()
+        while b"all of it" not in shown or not shown.endswith(b"\n"):
+            shown += os.read(controller, 65536)
+    return shown.decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_has_one_bar_that_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = on_terminal(100, monkeypatch)
+    first, middle, last = shown.strip().split("\r")
+    assert "100/200" in first and "812 tok/s" in middle and "all of it" in last
+    assert shown.count("\n") == 1
+    assert on_terminal(0, monkeypatch).startswith("generate: 100/200 answers [00:00<?]\n")
