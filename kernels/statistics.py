@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from scipy.special import chdtrc, chdtri, chndtrinc
 
 # cells below it are pooled: the chi-square distribution of the statistic needs a few counts a cell
 MIN_EXPECTED = 5.0
@@ -71,23 +72,7 @@ def homogeneity(
 
 def chi_square_survival(statistic: float, degrees: float) -> float:
     """P(X > statistic) of a chi-square distribution; 1 for zero degrees of freedom."""
-    if degrees <= 0:
-        return 1.0
-    halves = torch.tensor([degrees / 2, max(statistic, 0.0) / 2], dtype=torch.float64)
-    return torch.special.gammaincc(halves[0], halves[1]).item()
-
-
-def chi_square_threshold(degrees: int, false_alarm: float) -> float:
-    """The statistic that a true distribution exceeds with chance `false_alarm`, by bisection."""
-    low, high = 0.0, degrees + 10.0
-    while chi_square_survival(high, degrees) > false_alarm:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high) if chi_square_survival(middle, degrees) > false_alarm else (low, middle)
-        )
-    return high
+    return float(chdtrc(degrees, max(statistic, 0.0))) if degrees > 0 else 1.0
 
 
 def detectable_bias(
@@ -97,16 +82,12 @@ def detectable_bias(
     halves of the cells.
 
     Moving mass d from one half to the other gives a noncentral chi-square statistic with parameter
-    4 n d^2, here by its normal approximation. 1, which is no bias that could be hidden, where
-    nothing can be seen: no samples or one cell.
+    4 n d^2. 1, which is no bias that could be hidden, where nothing can be seen: no samples or one
+    cell.
     """
     if num_samples < 1 or degrees < 1:
         return 1.0
-    threshold = chi_square_threshold(degrees, false_alarm)
-    z = math.sqrt(2) * torch.special.erfinv(torch.tensor(1 - 2 * miss, dtype=torch.float64)).item()
-    noncentral = max(threshold - degrees, 1.0)
-    for _ in range(100):
-        noncentral = threshold - degrees + z * math.sqrt(2 * (degrees + 2 * noncentral))
+    noncentral = float(chndtrinc(chdtri(degrees, false_alarm), degrees, miss))
     return min(1.0, math.sqrt(noncentral / (4 * num_samples)))
 
 

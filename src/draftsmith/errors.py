@@ -25,7 +25,7 @@ NEEDED = {
 }
 # Packages that are imported only where an option needs them.
 OPTIONAL = {
-    "serve": ("starlette", "pydantic"),
+    "serve": ("starlette", "pydantic", "scipy"),
     "train": ("peft", "deepspeed", "matplotlib"),
     "grammar": ("llguidance",),
     "gguf": ("gguf",),

@@ -30,7 +30,7 @@ CODE = ("distill", "drafters", "fleet", "kernels", "serve", "train")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 INSTALL_S, RUN_S = 1800, 600
 # What the extra `serve` does not bring.
-ABSENT = shlex.split("accelerate datasets deepspeed llguidance matplotlib peft pytest scipy")
+ABSENT = shlex.split("accelerate datasets deepspeed llguidance matplotlib peft pytest")
 # Of the machine, for commands of an installed wheel: nothing but what a CUDA device may need.
 KEPT = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 TEXT = "def draft{}(self, tokens):"

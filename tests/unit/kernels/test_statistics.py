@@ -7,34 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels.statistics import (
-    chi_square_survival,
-    chi_square_threshold,
     detectable_bias,
     g_test,
     homogeneity,
 )
-
-
-def test_survival_is_scipys() -> None:
-    for statistic, degrees in [
-        (0.0, 1),
-        (3.0, 1),
-        (70.0, 63),
-        (1584.0, 15),
-        (400.0, 63),
-        (12.3, 255),
-    ]:
-        expected = scipy.stats.chi2.sf(statistic, degrees)
-        assert chi_square_survival(statistic, degrees) == pytest.approx(
-            expected, rel=1e-8, abs=1e-300
-        )
-
-
-@pytest.mark.parametrize("false_alarm", [0.05, 1e-9])
-def test_threshold_inverts_survival(false_alarm: float) -> None:
-    assert chi_square_threshold(63, false_alarm) == pytest.approx(
-        scipy.stats.chi2.isf(false_alarm, 63), rel=1e-6
-    )
 
 
 def test_statistics_are_scipys() -> None:
