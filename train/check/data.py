@@ -69,6 +69,7 @@ def check_data(sample: DataSample, target: Target, max_length: int) -> list[Find
     return [
         *findings,
         check_start(rows, tokenizer.bos_token_id),
+        *([check_ends(rows, target.eos_token_ids)] if tokenizer.chat_template else []),
         *check_provenance(sample.provenance, target),
     ]
 
@@ -166,6 +167,15 @@ def check_after_end(rows: list[Row], ends: Collection[int]) -> Finding:
         mend = "end masks with the end-of-text token, as draftsmith generate --keep-answers does"
         return warn("data.mask-end", what, mend)
     return ok("data.mask-end", "no mask goes on after the end of an answer")
+
+
+def check_ends(rows: list[Row], ends: Collection[int]) -> Finding:
+    """Finds chats that were mostly cut off: only answers that end show a draft where answers do."""
+    answers = [list(itertools.compress(*row)) for row in rows]
+    ended = sum(bool(answer) and answer[-1] in ends for answer in answers)
+    what = f"{ended} of {len(rows)} answers end by themselves"
+    mend = "generate with a larger --max-tokens, or training and tau are of first words alone"
+    return ok("data.ends", what) if 2 * ended >= len(rows) else warn("data.ends", what, mend)
 
 
 def shown(folder: str, tokenizer: Decoder, *, count: int, max_length: int) -> str:
