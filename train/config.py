@@ -212,9 +212,10 @@ class TrainConfig:
     save_every: int = option(
         200, "steps between two checkpoints, rounded up to a multiple of log_every", limits=POSITIVE
     )
-    eval_every: int = option(
-        0,
-        "steps between two evaluations on held-out prompts; 0 evaluates at the end only",
+    eval_every: int | None = option(
+        None,
+        "steps between two evaluations on held-out prompts; 0 evaluates at the end only [default: "
+        "a fifth of the run, at least 200; with minutes 0]",
         limits=NOT_NEGATIVE,
     )
     eval_prompts: int = option(

@@ -36,12 +36,22 @@ DROPPED = {
 class Reporter(TrainerCallback):
     """Writes on rank 0 only; counts time and stops on every rank alike."""
 
-    def __init__(self, folder: RunFolder, clock: Clock, *, steps_per_epoch: float, label: str):
+    def __init__(
+        self,
+        folder: RunFolder,
+        clock: Clock,
+        *,
+        steps_per_epoch: float,
+        label: str,
+        eval_every: int = 0,
+    ):
         self.folder = folder
         self.file = MetricsFile(folder.metrics)
         self.clock = clock
         self.steps_per_epoch = steps_per_epoch
         self.label = label
+        self.eval_every = eval_every
+        self.evaluated = -1  # step of the last evaluation
         self.progress: Progress | None = None
         self.note = ""
 
@@ -65,6 +75,8 @@ class Reporter(TrainerCallback):
     ) -> None:
         if self._is_over(args):
             control.should_training_stop = control.should_save = control.should_log = True
+        elif self.eval_every and not control.should_training_stop:
+            control.should_evaluate = state.global_step % self.eval_every == 0
         if self.progress is not None:
             done = (
                 state.global_step
@@ -72,6 +84,13 @@ class Reporter(TrainerCallback):
                 else min(self.progress.total, int(self.clock.elapsed_s))
             )
             self.progress.update(done, self.note)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
+    ) -> None:
+        # After the last checkpoint is saved, and before trackers end.
+        is_new = state.global_step != self.evaluated
+        control.should_evaluate = control.should_training_stop and is_new
 
     def on_evaluate(
         self,
@@ -81,8 +100,9 @@ class Reporter(TrainerCallback):
         model: torch.nn.Module | None = None,
         **unused: Any,
     ) -> None:
+        self.evaluated = state.global_step
         # Without another step, whose draft would be evaluated once more.
-        if self._is_over(args):
+        if not control.should_training_stop and self._is_over(args):
             self._stop_when_lost({}, state, model)
             control.should_training_stop = control.should_save = True
 

@@ -220,6 +220,14 @@ def save_interval(config: TrainConfig) -> int:
     return -(-config.save_every // config.log_every) * config.log_every
 
 
+def eval_interval(config: TrainConfig, steps: int) -> int:
+    """Steps between two evaluations of a run of `steps`, 0 for one at the end only: few, so that
+    they cost little beside the training."""
+    if config.eval_every is not None:
+        return config.eval_every
+    return 0 if config.minutes is not None else max(200, -(-steps // 5))
+
+
 def different_from(config: TrainConfig, recorded: dict[str, Any]) -> str | None:
     """The first option, with its old and new value, that makes a continuation another run; None
     when there is none."""

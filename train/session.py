@@ -40,6 +40,8 @@ from draftsmith.train.reporting import Reporter, draw_curves, rank_0_s
 from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
 
+WEAK_TAU = 1.1  # the draft's own passes cost more than this brings
+
 
 class Material(NamedTuple):
     """Place, target and data of a session, the same for every draft that it trains."""
@@ -191,6 +193,13 @@ def new_trainer(
         corpus.held_out.first(config.eval_prompts),
         partial(rank_0_s, args),
     )
+    eval_every = resolve.eval_interval(config, steps)
+    if placement.rank == 0 and held_out.sequences and 0 < eval_every < steps:
+        print(
+            f"held-out tau every {eval_every} steps, of {len(held_out.sequences)} prompts "
+            "(eval_every, eval_prompts)",
+            file=sys.stderr,
+        )
     clock = Clock(total_steps=steps, budget_s=config.minutes and config.minutes * 60)
     on_policy = new_on_policy(config, placement, target, corpus) if config.on_policy.share else None
     trainer = DraftTrainer(
@@ -212,6 +221,7 @@ def new_trainer(
             clock,
             steps_per_epoch=per_epoch / (config.accumulate * placement.world_size),
             label=f"train {config.family}",
+            eval_every=eval_every,
         )
     )
     return trainer
@@ -305,6 +315,13 @@ def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> No
     for entry in record["folders"]:
         if "tau" in entry:
             print(f"  tau of {entry['folder']}: {entry['tau']['value']:.2f}")
+    tau = record["metrics"].get("tau") if best is None else best.tau
+    if tau is not None and tau < WEAK_TAU:
+        print(
+            f"tau {tau:.2f} is near 1, so nearly no drafted token is accepted and serving gains "
+            f"nothing; train longer than {steps} steps or on more data, and check the data with "
+            "draftsmith doctor"
+        )
 
 
 def by_folder(corpus: Mixture, figures: Figures | None) -> list[dict[str, Any]]:
@@ -367,8 +384,6 @@ def training_arguments(
         save_steps=resolve.save_interval(config),
         # The one before the newest stays, in case a kill cuts the newest short.
         save_total_limit=2,
-        eval_strategy="steps" if config.eval_every and config.eval_prompts else "no",
-        eval_steps=config.eval_every or None,
         bf16=placement.bf16,
         use_cpu=on_cpu,
         ddp_backend="gloo" if on_cpu and placement.world_size > 1 else None,

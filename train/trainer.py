@@ -125,14 +125,8 @@ class DraftTrainer(Trainer):
         self.ahead = source if isinstance(source, PromptLogprobs) else None
         self._batches: Peekable | None = None
         self.window = MetricWindow(trainee.unroll.steps, trainee.kind)
-        # The Trainer needs some evaluation data set to schedule evaluations; `evaluate` has its
-        # own.
         super().__init__(
-            model=trainee,
-            args=arguments,
-            data_collator=as_inputs,
-            train_dataset=sequences,
-            eval_dataset=sequences,
+            model=trainee, args=arguments, data_collator=as_inputs, train_dataset=sequences
         )
         self.remove_callback(PrinterCallback)
 
@@ -228,14 +222,12 @@ class DraftTrainer(Trainer):
         super().log(logs, start_time)
 
     def evaluate(self, *unused: object, **also_unused: object) -> dict[str, float]:
-        """Called by the Trainer at evaluation steps."""
+        """Called by the Trainer at evaluation steps and at the end."""
         figures = self.held_out_figures(self.whole_drafter())
         self.model.train()
-        metrics = (
-            {}
-            if figures is None
-            else {f"eval_{name}": value for name, value in figures.for_metrics().items()}
-        )
+        if figures is None:
+            return {}
+        metrics = {f"eval_{name}": value for name, value in figures.for_metrics().items()}
         self.log(metrics)
         # Marks this step as evaluated, too.
         state, control = self.state, self.control  # type: ignore[has-type]

@@ -31,6 +31,20 @@ def test_the_first_bound_that_runs_out_counts(changes, steps):
     assert resolve.total_steps(config(accumulate=2, **changes), 100, 2) == steps
 
 
+@pytest.mark.parametrize(
+    ("changes", "steps", "every"),
+    [
+        ({}, 5000, 1000),
+        ({}, 900, 200),  # few in a short run
+        ({"minutes": 9.0}, 10_000_000, 0),
+        ({"minutes": 9.0, "eval_every": 30}, 10_000_000, 30),
+        ({"eval_every": 0}, 5000, 0),
+    ],
+)
+def test_a_run_is_evaluated_a_few_times_unless_told_otherwise(changes, steps, every):
+    assert resolve.eval_interval(config(**changes), steps) == every
+
+
 def test_modules_deeper_than_the_unroll_are_refused():
     def steps(count: int) -> TrainConfig:
         return config("mtp", draft=DraftOptions(modules=3), unroll=UnrollConfig(steps=count))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from draftsmith import cli
 from draftsmith.config import build, merge, read_yaml
@@ -315,6 +317,53 @@ def test_held_out_prompts_are_decoded_while_training_and_the_best_draft_is_kept(
         batch_size=8,
     )
     assert kept.tau.value == pytest.approx(best["eval_tau"])
+
+
+class Tracker(TrainerCallback):
+    """What trackers are told, and that they are told nothing after the end."""
+
+    def __init__(self):
+        self.steps, self.is_over = [], False
+
+    def on_log(self, args, state, control, logs=None, **unused):
+        assert not self.is_over
+        self.steps += [state.global_step] * ("eval_tau_t0_low" in logs)
+
+    def on_train_end(self, *unused, **also_unused):
+        self.is_over = True
+
+
+def test_the_last_draft_is_evaluated_once_behind_its_checkpoint_and_trackers_are_told(
+    configure, monkeypatch, capsys
+):
+    config, tracker, saved = configure(steps=5, save_every=5, **DECODED), Tracker(), []
+    measured, new_trainer = evaluations.measure, session.new_trainer
+
+    def looking(*told, **options):
+        saved.append((Path(config.out) / "training" / "checkpoint-5").is_dir())
+        return measured(*told, **options)
+
+    def tracked(*told):
+        trainer = new_trainer(*told)
+        trainer.add_callback(tracker)
+        return trainer
+
+    monkeypatch.setattr(evaluations, "measure", looking)
+    monkeypatch.setattr(session, "new_trainer", tracked)
+    run(config)
+    assert saved == [True] and tracker.steps == [5] and tracker.is_over
+    (line,) = (line for line in metrics(config) if "eval_tau" in line)
+    assert line["step"] == 5
+    assert checkpoint.read_metadata(config.out)["training"]["kept_step"] == 5
+    last = capsys.readouterr().out.strip().split("\n")[-1]
+    assert (line["eval_tau"] < session.WEAK_TAU) is ("is near 1" in last)
+
+
+def test_a_draft_of_which_nothing_is_accepted_is_told_of_at_the_end(configure, capsys):
+    few = DraftOptions(draft_vocab_size=2)  # tokens, which the target seldom writes
+    run(configure(steps=1, draft=few, eval_prompts=4, eval_tokens=8))
+    last = capsys.readouterr().out.strip().split("\n")[-1]
+    assert re.fullmatch(r"tau 1\.0\d is near 1, .*; train longer than 1 steps or on more .*", last)
 
 
 def test_a_tracker_that_is_not_installed_is_one_sentence(configure):
