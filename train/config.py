@@ -284,7 +284,9 @@ class EvalConfig(SuiteOptions):
         2048, "longer sequences are cut to this many tokens", limits=AT_LEAST_1
     )
     dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
-    out: str | None = option(None, "write the figures to this JSON file")
+    out: str | None = option(
+        None, "write the figures to this JSON file, and a page beside it (.html)"
+    )
     store: bool = option(
         False, "write the figures into the draft's draftsmith.json, from where `export` takes them"
     )

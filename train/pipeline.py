@@ -26,6 +26,7 @@ from draftsmith.files import (
     read_json,
     signature,
     write_json,
+    write_page,
     write_text,
 )
 from draftsmith.lock import folder_lock, note_holder, on_signals
@@ -147,7 +148,7 @@ def run_stages(stages: list[Stage], out: Path, title: str) -> None:
             finally:
                 write_report(stages, record, out, title)
         write_report(stages, record, out, title)
-    print(f"report: {out / 'report.md'}")
+    print(f"report: {out / 'report.html'}, and as text {out / 'report.md'}")
 
 
 def put_away(stage: Stage, out: Path) -> None:
@@ -245,6 +246,9 @@ def write_report(stages: Sequence[Stage], record: Record, out: Path, title: str)
     if figures:
         lines += ["## Acceptance", "", *markdown_table(FIGURES, figures), ""]
     write_text(out / "report.md", "\n".join(lines))
+    commands = "\n".join(stage.shown() for stage in stages)
+    curves = [stage.result / "curves.png" for stage in stages if stage.result is not None]
+    write_page(out / "report.html", title, commands, "\n".join(lines[1:]), curves)
 
 
 def stage_row(stage: Stage, one: Done | None, out: Path) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ starts."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -16,15 +15,14 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-import yaml
-
 from draftsmith.client import with_key
 from draftsmith.config import (
+    SECRET,
+    assignments,
     build,
     merge,
     option,
     parse_override,
-    parse_yaml,
     read_yaml,
     unknown_key,
 )
@@ -40,9 +38,6 @@ RESULTS = {
     "distill": "versions", "export": "out",
 }  # fmt: skip
 FILES = ("eval", "bench")  # whose result is a JSON file
-# Neither printed nor recorded, nor a word of a command line, which every user of a machine may
-# list.
-SECRET = "api_key"
 
 
 class CommandOptions(NamedTuple):
@@ -266,26 +261,6 @@ def _names_in(value: Any) -> Iterator[str]:
             raise UserError(f"{value!r} has a $ without a name; write $$ for a dollar sign")
         if name := match["named"] or match["braced"]:
             yield name
-
-
-def assignments(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """`a.b=c` of every option, which every command reads as YAML."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from assignments(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}={_written(value)}"
-
-
-def _written(value: Any) -> str:
-    """YAML of one line that is read as `value` again."""
-    if isinstance(value, str) and value.strip() == value:
-        try:
-            if value and parse_yaml(value) == value:
-                return value
-        except yaml.YAMLError:
-            pass
-    return json.dumps(value, ensure_ascii=False)
 
 
 def program(name: str) -> str:

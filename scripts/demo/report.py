@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftsmith.files import read_json, write_text
+from draftsmith.files import read_json, write_page, write_text
 from scripts.demo.traffic import pooled_alpha, read_shift
 
 DRAFTERS = ("draft-lm", "eagle3", "eagle3-shipped")
@@ -30,7 +30,10 @@ def write_report(run: Path, padded: Path) -> None:
             str(path.relative_to(run.parent.parent)) for path in sorted((run / "export").iterdir())
         ),
     ]
-    write_text(run / "report.txt", "\n\n".join(parts) + "\n")
+    text = "\n\n".join(parts) + "\n"
+    write_text(run / "report.txt", text)
+    curves = sorted(run.glob("*/curves.png"))
+    write_page(run / "report.html", "quickstart", "scripts/quickstart", text, curves)
 
 
 def speed_title(padded: Path) -> str:

@@ -310,6 +310,7 @@ def main() -> None:
             "and start again"
         )
     print((RUN / "report.txt").read_text(encoding="utf-8"))
+    print("the same with plots: runs/quickstart/report.html")
     print(REAL_COMMANDS)
 
 

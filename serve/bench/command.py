@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import httpx
 
 from draftsmith import files
 from draftsmith.client import with_key
-from draftsmith.config import check_limits, to_dict
+from draftsmith.config import check_limits, command_line, to_dict
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError, missing
@@ -75,7 +76,8 @@ def run(config: BenchConfig) -> int:
     if config.synthetic_acceptance is not None:
         print("synthetic acceptance: speeds are for sizing, the text means nothing")
     found = [figures(case, goal=goal_of(config.goodput), draft_cost=cost) for case in cases]
-    print(table(found))
+    shown = table(found)
+    print(shown)
     record: dict[str, Any] = {
         "schema": 1, "config": _public(config), "refused": refused, "cases": found,
     }  # fmt: skip
@@ -85,8 +87,11 @@ def run(config: BenchConfig) -> int:
         record |= {"suite": suite.about, "speedups": speedups(found)}
         text = markdown(found, about(config, suite))
         print(f"\n{text}", end="")
+        shown += f"\n{text}"
     if config.out is not None:
         files.write_json(config.out, record | {"ratios": ratios(found)})
+        page, command = Path(config.out).with_suffix(".html"), command_line("bench", config)
+        files.write_page(page, "bench", command, shown, [partial(draw, found)])
     if config.markdown is not None:
         files.write_text(config.markdown, text)
     if config.png is not None:

@@ -96,7 +96,9 @@ class BenchConfig(SuiteOptions, ServedPair):
         "of the built-in prompts and of the times between requests; sent with no request",
         limits=NOT_NEGATIVE,
     )
-    out: str | None = option(None, "write the figures here as JSON")
+    out: str | None = option(
+        None, "write the figures here as JSON, and as a page beside it (.html)"
+    )
     png: str | None = option(None, "draw them here")
     markdown: str | None = option(None, "write a suite's table here, as a model card takes it")
     timeout_s: float = option(

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import re
+import shlex
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -55,6 +57,9 @@ INSIDE, BELOW_1, SHARE, PART = (Limits(0, 1, ends) for ends in ("()", "[)", "[]"
 SECONDS = Limits(0, 10**9, "(]")  # that a process can wait
 PORT = Limits(0, 2**16)
 TOP = 64  # likeliest tokens that a recorded distribution holds
+# Neither printed nor recorded, nor a word of a command line, which every user of a machine may
+# list.
+SECRET = "api_key"
 
 
 def option(
@@ -283,6 +288,57 @@ def _required(field: dataclasses.Field) -> bool:
 
 def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
+
+
+def changed(config: Any) -> dict[str, Any]:
+    """Options that are not at their defaults, sections as mappings."""
+    found = {}
+    for field in dataclasses.fields(config):
+        value, make = getattr(config, field.name), field.default_factory
+        usual: Any = field.default if make is dataclasses.MISSING else make()
+        if dataclasses.is_dataclass(value):
+            value, usual = changed(value), {}
+        if value != usual:
+            found[field.name] = value
+    return found
+
+
+def command_line(name: str, config: Any) -> str:
+    """The command as it is typed, without defaults and secrets."""
+    given, first, flags = changed(config), [], []
+    given.pop(SECRET, None)
+    for field, wanted in flag_options(type(config)):
+        value = given.get(field.name)
+        # Of what is neither on nor off by default, a flag says only that it is on.
+        if value is None or (wanted is bool and value is (field.default is True)):
+            continue
+        del given[field.name]
+        values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        if field.metadata["positional"]:
+            first += values
+        else:
+            flags += [FlagOption(field, wanted).flag, *([] if wanted is bool else values)]
+    return shlex.join(["draftsmith", name, *first, *assignments(given), *flags])
+
+
+def assignments(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """`a.b=c` of every option, which every command reads as YAML."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from assignments(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={_written(value)}"
+
+
+def _written(value: Any) -> str:
+    """YAML of one line that is read as `value` again."""
+    if isinstance(value, str) and value.strip() == value:
+        try:
+            if value and parse_yaml(value) == value:
+                return value
+        except yaml.YAMLError:
+            pass
+    return json.dumps(value, ensure_ascii=False)
 
 
 def out_of_limits(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Limits]]:

@@ -3,18 +3,24 @@ and renamed."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import errno
 import functools
+import html
+import importlib.util
+import itertools
 import json
 import math
 import os
+import platform
 import re
 import shutil
+import tempfile
 import types
 import typing
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -188,6 +194,71 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
     lines = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in every]
     lines.insert(1, ["-" * width for width in widths])
     return [f"| {' | '.join(line)} |" for line in lines]
+
+
+STYLE = (
+    "body { font: 15px/1.5 system-ui, sans-serif; max-width: 75em; margin: 2em auto }"
+    " table { border-collapse: collapse } tr:first-child { font-weight: bold }"
+    " td { padding: .2em .8em; border-bottom: 1px solid #ccc }"
+    " pre { overflow-x: auto; background: #f5f5f5; padding: .6em } img { max-width: 100% }"
+)
+# Of Linux: the processor, and each device of NVIDIA's driver.
+HARDWARE = ("proc/cpuinfo", "proc/driver/nvidia/gpus/*/information")
+
+
+# A PNG file, or a function that draws one.
+Picture = Path | Callable[[Path], object]
+
+
+def write_page(
+    path: str | Path, title: str, command: str, text: str, pictures: Iterable[Picture] = ()
+) -> None:
+    """Writes an HTML page that needs no other file: `command`, the machine, `pictures` that exist
+    or can be drawn, and `text`, whose tables and headings in Markdown become those of the page."""
+    body = [
+        f"<h1>{html.escape(title)}</h1>\n<pre>{html.escape(command)}</pre>",
+        f"<p>{html.escape(machine())}</p>",
+        *(f'<img alt="" src="data:image/png;base64,{one}">' for one in _encoded(pictures)),
+        *_blocks(text),
+    ]
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    write_text(path, "\n".join(["<!doctype html>", head, *body]) + "\n")
+
+
+def _encoded(pictures: Iterable[Picture]) -> Iterator[str]:
+    has_library = importlib.util.find_spec("matplotlib") is not None
+    for picture in pictures:
+        with tempfile.TemporaryDirectory() as folder:
+            file = picture if isinstance(picture, Path) else Path(folder) / "picture.png"
+            if not isinstance(picture, Path) and has_library:
+                picture(file)
+            if file.is_file():
+                yield base64.b64encode(file.read_bytes()).decode()
+
+
+def _kind(line: str) -> str:
+    return line[:1] if line.startswith(("|", "#")) else ""
+
+
+def _blocks(text: str) -> Iterator[str]:
+    for kind, lines in itertools.groupby(text.split("\n"), _kind):
+        if kind == "|":
+            cells = [re.split(r"(?<!\\) *\| *", html.escape(line))[1:-1] for line in lines]
+            rows = ["<td>".join(["<tr>", *row]) for row in cells if set("".join(row)) != {"-"}]
+            yield "<table>" + "\n".join(rows).replace("\\|", "|") + "</table>"
+        elif kind == "#":
+            yield from (f"<h2>{html.escape(line.lstrip('# '))}</h2>" for line in lines)
+        elif block := "\n".join(lines).strip():
+            yield f"<pre>{html.escape(block)}</pre>"
+
+
+def machine() -> str:
+    """Name of the processor and of NVIDIA devices, and the number of cores."""
+    names: list[str] = []
+    for path in (one for pattern in HARDWARE for one in sorted(Path("/").glob(pattern))):
+        with suppress(OSError):
+            names += re.findall(r"^(?:model name\s*|Model): *\s*(.+)", path.read_text(), re.M)[:1]
+    return f"{', '.join(names) or platform.machine()}, {os.cpu_count()} cores"
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import os
+from collections import defaultdict
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,15 @@ import numpy as np
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.files import atomic_path, is_full, read_json, restored, write_text
+from draftsmith.files import (
+    atomic_path,
+    is_full,
+    markdown_table,
+    read_json,
+    restored,
+    write_page,
+    write_text,
+)
 from draftsmith.train.checkpoints import BestDraft, RunFolder
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.pipeline import read_record
@@ -80,3 +92,51 @@ def test_a_run_folder_that_holds_a_list_for_a_record_is_refused(
     path.write_text("[3]")
     with pytest.raises(UserError, match="holds '\\[3\\]' instead of a JSON object"):
         read(tmp_path)
+
+
+class Tags(HTMLParser):
+    """Cells of tables by row, and all else by tag."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.texts: dict[str, list[str]] = defaultdict(list)
+        self.pictures: list[str] = []
+        self.last = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.last = tag
+        if tag == "tr":
+            self.rows.append([])
+        if tag == "img":
+            self.pictures.append(str(dict(attrs)["src"]))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.last = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.last == "td":
+            self.rows[-1].append(data.strip())
+        else:
+            self.texts[self.last].append(data)
+
+
+def test_a_page_holds_command_machine_tables_and_pictures_and_needs_no_other_file(
+    tmp_path: Path,
+) -> None:
+    picture = tmp_path / "curves.png"
+    picture.write_bytes(b"\x89PNG 1")
+    table = markdown_table(["a | b", "c"], [["<x>", "-"], ["-", "1"]])
+    text = "\n".join(["", "## Figures", "", *table, "", "one", "  two"])
+    drawn = [picture, tmp_path / "none.png", lambda path: path.write_bytes(b"\x89PNG 2")]
+    write_page(tmp_path / "page.html", "R & D", "draftsmith run '<r>'", text, drawn)
+    found = Tags((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert found.texts["h1"] == ["R & D"] and found.texts["h2"] == ["Figures"]
+    assert found.texts["pre"] == ["draftsmith run '<r>'", "one\n  two"]
+    assert found.texts["p"][0].endswith(f", {os.cpu_count()} cores")
+    assert found.rows == [["a | b", "c"], ["<x>", "-"], ["-", "1"]]
+    head = "data:image/png;base64,"
+    assert all(one.startswith(head) for one in found.pictures)
+    decoded = [base64.b64decode(one.removeprefix(head)) for one in found.pictures]
+    assert decoded == [b"\x89PNG 1", b"\x89PNG 2"]

@@ -5,5 +5,6 @@ Files in reading order:
 - `answers`: the target's answers to prompts and to a suite
 - `teacher_forced`: exact, on the target's own text
 - `estimate`: figures with their intervals, and by the length of the context
+- `picture`: figures as a picture
 - `measured`: by lossless rounds while training, within its time, and of draft trees
 """

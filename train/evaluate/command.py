@@ -7,12 +7,13 @@ import os
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from draftsmith.config import check_limits
+from draftsmith.config import check_limits, command_line
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.drafters.target.device import device_of, load_target
@@ -21,7 +22,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
 from draftsmith.errors import UserError
-from draftsmith.files import as_values, check_file, markdown_table, write_json
+from draftsmith.files import as_values, check_file, markdown_table, write_json, write_page
 from draftsmith.kernels.acceptance import DraftCost, bucket_of, label_of
 from draftsmith.prompts.suites import check_suite, most_tokens, read_suite
 from draftsmith.train.config import EvalConfig
@@ -30,6 +31,7 @@ from draftsmith.train.data.folders import folders_of
 from draftsmith.train.data.mixture import Mixture, provenances, read_mixture
 from draftsmith.train.evaluate.answers import answered, suite_texts, text_of
 from draftsmith.train.evaluate.measured import TreeTau, measure_tree, prompt_of
+from draftsmith.train.evaluate.picture import draw_figures
 from draftsmith.train.evaluate.teacher_forced import (
     DocumentCounts,
     Evaluation,
@@ -99,8 +101,9 @@ def evaluate(config: EvalConfig) -> None:
         for tree in config.tree
     ]
     cost = draft_cost(target, drafter)
-    show(config, found, trees, cost)
-    report(config, target, found, trees, cost)
+    text = shown(config, found, trees, cost)
+    print(text)
+    report(config, target, found, trees, cost, text)
 
 
 def open_target(config: EvalConfig) -> Target:
@@ -306,20 +309,21 @@ def memory_bound(
     ]
 
 
-def show(
+def shown(
     config: EvalConfig, found: list[OfFolders], trees: list[TreeTau], cost: DraftCost | None
-) -> None:
-    """Print the tables."""
+) -> str:
+    """The tables."""
     evaluations = [one.whole for one in found]
     by_source = source_table("folder" if config.suite is None else "task", found)
-    print("\n".join([by_source, *notes(evaluations)]))
+    lines = [by_source, *notes(evaluations)]
     if any(len(evaluation.by_context) > 1 for evaluation in evaluations):
-        print(context_table(evaluations))
+        lines += ["", context_table(evaluations)]
     if trees:
-        print(tree_table(trees))
+        lines += ["", tree_table(trees)]
     if cost is not None:
-        shown = (f"{bound:.2f} at T={at:g}" for at, bound in memory_bound(cost, evaluations))
-        print(f"memory-bound speed-up (MBSU), {config.k} tokens per round: {', '.join(shown)}")
+        at = ", ".join(f"{bound:.2f} at T={at:g}" for at, bound in memory_bound(cost, evaluations))
+        lines.append(f"memory-bound speed-up (MBSU), {config.k} tokens per round: {at}")
+    return "\n".join(lines)
 
 
 def report(
@@ -328,6 +332,7 @@ def report(
     evaluated: list[OfFolders],
     trees: list[TreeTau],
     cost: DraftCost | None,
+    text: str,
 ) -> None:
     data = config.suite or " ".join(folder.path for folder in folders_of(config.data))
     bounds = [bound for _, bound in memory_bound(cost, [one.whole for one in evaluated])]
@@ -348,6 +353,8 @@ def report(
             "evaluation": found,
         }
         write_json(config.out, record)
+        page, command = Path(config.out).with_suffix(".html"), command_line("eval", config)
+        write_page(page, "eval", command, text, [partial(draw_figures, found)])
     if config.store:
         checkpoint.store_evaluation(Path(config.draft), found + other_figures(config))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -117,6 +118,19 @@ def test_a_word_alone_is_the_target(tmp_path: Path, name: str) -> None:
         ("a", "--taps", "2", "--steps", "1", name),
     ):
         assert resolve(*words).target == name
+
+
+def test_a_command_line_is_typed_again_and_holds_no_secret() -> None:
+    for words in (
+        ("a", "--target", "t"),
+        ("b", "optim.lr=1e-5", "--target", "two words", "--taps", "2", "5", "--no-cache"),
+        ("a", "--target", "t", "minutes=2", "--learn", "--keys", "x=1", "off"),
+    ):
+        line = configuration.command_line("sample", resolve(*words))
+        assert resolve(*shlex.split(line)[2:]) == resolve(*words)
+        assert "--port" not in line
+    bench = load(COMMANDS["bench"].config)(url="u", api_key="hidden", ignore_eos=False)
+    assert configuration.command_line("bench", bench) == "draftsmith bench ignore_eos=false --url u"
 
 
 def test_later_overrides_win_and_order_on_the_line_does_not_matter(tmp_path: Path) -> None:

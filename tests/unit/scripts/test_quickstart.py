@@ -133,4 +133,5 @@ def test_the_report_holds_what_the_documents_show(tmp_path: Path) -> None:
     (padded / "config.json").write_text(json.dumps({"padded": sizes}))
     report.write_report(run, padded)
     text = (run / "report.txt").read_text()
+    assert "live / first: 1.200 of tau" in (run / "report.html").read_text()
     assert "live / first: 1.200 of tau" in text and "requests answered: 11; dropped: 0" in text

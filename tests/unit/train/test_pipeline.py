@@ -260,6 +260,8 @@ def test_a_failed_stage_is_resumed_where_it_stopped(
 
 def test_the_report_has_stages_and_figures(start: Start) -> None:
     assert start() == 0
+    page = Path("o/report.html").read_text(encoding="utf-8")
+    assert "<td>figures<td>eval<td>finished<td>" in page and "draftsmith.cli train eagle3" in page
     report = report_of(Path("o"))
     assert "# recipe" in report and "| draft | train | finished |" in report
     assert "| figures | draft | data | 1 | 2 | 1.75 (1.50-2.00) | 1.25 | 0.500 - |" in report

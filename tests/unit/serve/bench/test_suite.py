@@ -152,6 +152,8 @@ def test_a_suite_is_measured_by_task(
         [users, task] for users in ("1", "2") for task in ("chat", "qa", "all tasks")
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
+    page = out.with_suffix(".html").read_text(encoding="utf-8")
+    assert "draftsmith bench" in page and "<td>all tasks<td>" in page and "image/png" in page
 
 
 def test_a_suite_is_asked_as_its_papers_ask_it_unless_told_otherwise(

@@ -219,6 +219,8 @@ def test_a_suite_is_answered_and_measured_by_task(target, draft, suite, tmp_path
     options = ["--target", target.name, "--draft", draft, "--suite", suite, "--k", "2"]
     options += ["--max-tokens", "6", "--out", str(out), "--store"]
     assert cli.main(["eval", *options, "--temperature", "0", "1"]) == 0
+    page = out.with_suffix(".html").read_text(encoding="utf-8")
+    assert "draftsmith eval" in page and "<td>chat<td>" in page and "image/png" in page
     found = read_json(out)["evaluation"]
     for one in found:
         assert one["data"] == suite and one["documents"] == 5
