@@ -3,6 +3,8 @@ rules, with a model card."""
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +25,8 @@ from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError, first_line
 from draftsmith.files import atomic_folder, read_json, write_json
 from draftsmith.train.config import ExportConfig
-from draftsmith.train.export.model_card import model_card
+from draftsmith.train.evaluate.picture import draw_figures
+from draftsmith.train.export.model_card import CURVES, RESULTS, evaluations, model_card
 from draftsmith.train.export.source import ExportSource
 from draftsmith.train.export.table import (
     HOLD_TARGET,
@@ -44,7 +47,8 @@ def run(config: ExportConfig) -> int:
     with on_disk(out), atomic_folder(out) as folder:
         write(source, folder)
         write_json(folder / RECORD, {**source.metadata, "export": {"layout": config.to}})
-        card = model_card(source, engine=config.to, name=config.push or out.name)
+        copy_pictures(source, folder)
+        card = model_card(source, folder, engine=config.to, name=config.push or out.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"wrote {source.family} for {config.to} to {out}")
     if (warning := SHARED_NOISE.sentence(source.family)) in card:
@@ -70,6 +74,15 @@ def on_disk(out: Path) -> Iterator[None]:
             f"the export to {str(out)!r} cannot be written ({first_line(error)}); make room, or "
             "give another --out"
         ) from error
+
+
+def copy_pictures(source: ExportSource, folder: Path) -> None:
+    """Curves of the training, and the evaluations drawn where matplotlib is installed."""
+    if (curves := source.draft / CURVES).is_file():
+        shutil.copyfile(curves, folder / CURVES)
+    found = evaluations(source.metadata)
+    if found and importlib.util.find_spec("matplotlib") is not None:
+        draw_figures(found, folder / RESULTS)
 
 
 def check_options(config: ExportConfig) -> None:

@@ -4,13 +4,20 @@ checkpoint itself says."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import EvalResult, metadata_load
+from huggingface_hub.repocard_data import eval_results_to_model_index
 
+from draftsmith.config import build, command_line
 from draftsmith.drafters.checkpoint import RECORD, draft_sampling_of
+from draftsmith.errors import UserError
 from draftsmith.files import markdown_table
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.data.mixture import provenances
 from draftsmith.train.export.gguf import DRAFT, TARGET
 from draftsmith.train.export.openvino import TARGET as BESIDE
 from draftsmith.train.export.serving import (
@@ -48,6 +55,8 @@ METHODS = {
 }
 
 
+CURVES, RESULTS = "curves.png", "results.png"  # plots beside the card
+TASKS = 8  # rows of the table at most
 PROBABILISTIC = (
     '`"draft_sample_method": "probabilistic"` draws drafts from the draft\'s distribution, as in '
     "training: vLLM's default drafts its likeliest token, of which less is accepted at a "
@@ -55,54 +64,70 @@ PROBABILISTIC = (
 )
 
 
-def model_card(source: ExportSource, *, engine: str, name: str) -> str:
-    found = evaluations(source.metadata)
+def model_card(source: ExportSource, folder: Path, *, engine: str, name: str) -> str:
+    """The card of the export in `folder`, at most 60 lines. Plots, and the record, which holds all
+    that is left out, lie beside it."""
+    target, found = shown_name(source.target_name), evaluations(source.metadata)
+    record = source.metadata.get("training") or {}
     sections = [
-        front_matter(source, name, found),
-        f"# {name}\n\nA draft for [speculative decoding](https://arxiv.org/abs/2211.17192) with "
-        f"`{source.target_name}`: "
-        f"{METHODS[source.family]}. Speculation with it never changes the target's "
-        "output distribution, only its speed.\n\n"
-        f"Exported with draftsmith {__version__}, layout {engine}.",
-        "## Serving\n\n" + serving(source, engine=engine, name=name),
-        "## Measured acceptance\n\n" + measured(found),
-        *by_task(found),
-        "## Training\n\n" + training(source.metadata.get("training") or {}),
+        f"# {name}\nA draft for [speculative decoding](https://arxiv.org/abs/2211.17192) with "
+        f"`{target}`: {METHODS[source.family]}. Speculation with it never changes the target's "
+        f"output distribution, only its speed. Exported with draftsmith {__version__}, layout "
+        f"{engine}.",
+        "## Serving\n" + serving(source, target, engine=engine, name=name),
+        "## Measured acceptance\n" + measured(found, folder),
+        "## Training\n" + training(record, folder),
     ]
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join([front_matter(source, name, found), *sections]) + "\n"
+
+
+def shown_name(name: str) -> str:
+    """A Hub id as it is, and of a path the last part: a card names no place of this machine."""
+    return name if is_hub_id(name) else Path(name).name
 
 
 def front_matter(source: ExportSource, name: str, found: Sequence[dict[str, Any]]) -> str:
-    """Fields that the Hub reads: tags, target, data sets and results."""
+    """Fields that the Hub reads: tags, target, license, data sets and results."""
     values: dict[str, Any] = {
         "library_name": "transformers" if source.family == "draft-lm" else "draftsmith",
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draft-model", source.family],
+        **license_of(source.target),
     }
     if is_hub_id(source.target_name):
         values |= {"base_model": source.target_name}
-    data = (source.metadata.get("training") or {}).get("data") or {}
-    prompts = data.get("prompts")
-    if isinstance(prompts, str) and is_hub_id(prompts):
-        values |= {"datasets": [prompts]}
+    data = provenances((source.metadata.get("training") or {}).get("data") or {})
+    prompts = dict.fromkeys(str(one.get("prompts", "")) for one in data)
+    if datasets := [one for one in prompts if is_hub_id(one)]:
+        values |= {"datasets": datasets}
     results = [
-        {
-            "task": {"type": "text-generation"},
-            "dataset": {"name": Path(one["data"]).name, "type": "prompts"},
-            "metrics": [
-                {
-                    "type": "accepted-length",
-                    "name": f"tau, temperature {one['temperature']:g}, k = {one['k']}",
-                    "value": round(one["tau"]["value"], 3),
-                }
-            ],
-        }
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="prompts",
+            dataset_name=", ".join(Path(part).name for part in one["data"].split()),
+            metric_type="accepted-length",
+            metric_name=f"tau, temperature {one['temperature']:g}, k = {one['k']}",
+            metric_value=round(one["tau"]["value"], 3),
+        )
         for one in found
         if isinstance(one.get("data"), str)
     ]
     if results:
-        values |= {"model-index": [{"name": name, "results": results}]}
-    return "---\n" + yaml.safe_dump(values, sort_keys=False) + "---"
+        values |= {"model-index": eval_results_to_model_index(name, results)}
+    # Inner lists and mappings on a line each.
+    written = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=10_000)
+    return f"---\n{written}---"
+
+
+def license_of(target: Path) -> dict[str, str]:
+    """Fields on the licence of the target, as its own card has them: weights made from it are bound
+    by it, too."""
+    card = target / "README.md"
+    found = None
+    with suppress(ValueError, yaml.YAMLError):
+        found = metadata_load(card) if card.is_file() else None
+    names = ("license", "license_name", "license_link")
+    return {name: str(found[name]) for name in names if found and name in found}
 
 
 def is_hub_id(name: str) -> bool:
@@ -116,108 +141,113 @@ def evaluations(metadata: dict[str, Any]) -> list[dict[str, Any]]:
     )
 
 
-def measured(found: list[dict[str, Any]]) -> str:
+def measured(found: list[dict[str, Any]], folder: Path) -> str:
+    """tau by task, where there are several, and of all, with the plot that lies in `folder`."""
     if not found:
         return "Nothing was measured for this checkpoint. Run `draftsmith eval` and export again."
-    k = max(evaluation["k"] for evaluation in found)
-    decoded = any("measured" in evaluation for evaluation in found)
-    head = [
-        "temperature",
-        "tau (95 %)",
-        *(["tau decoded (95 %)"] if decoded else []),
-        *(f"alpha_{i + 1}" for i in range(k)),
-        "tokens",
-    ]
+    tasks = list(dict.fromkeys(task for one in found for task in one.get("folders", {})))
+    decoded = [one for one in found if "measured" in one]
+    head = ["prompts", *(f"tau, {how(one)}" for one in found)]
+    head += [f"tau decoded, {how(one)}" for one in decoded]
     rows = []
-    for evaluation in found:
-        alphas = [*evaluation["alpha"], *[None] * (k - len(evaluation["alpha"]))]
-        taus = [interval(evaluation["tau"])]
-        if decoded:
-            taus.append(
-                interval(evaluation["measured"]["tau"]) if "measured" in evaluation else "-"
-            )
-        cells = ["-" if alpha is None else f"{alpha['value']:.3f}" for alpha in alphas]
-        is_greedy = draft_sampling_of(evaluation) == "greedy" and evaluation["temperature"] > 0
-        drafts = ", greedy drafts" if is_greedy else ""
-        rows.append(
-            [f"{evaluation['temperature']:g}{drafts}", *taus, *cells, str(evaluation["tokens"])]
-        )
-    explanation = (
-        f"tau: tokens per target forward with a chain of {k} drafted tokens, the target's own "
-        "token included. "
-        "alpha_i: probability that the i-th drafted token is kept, given that all before it were. "
-        f"Method: {found[0]['method']}."
+    for task in tasks[:TASKS]:
+        parts = [one.get("folders", {}).get(task) for one in found]
+        cells = ["-" if part is None else interval(part["tau"]) for part in parts]
+        rows.append([Path(task).name, *cells, *["-"] * len(decoded)])
+    whole = [*found, *(one["measured"] for one in decoded)]
+    if more := len(tasks[TASKS:]):
+        rows.append([f"{more} more in `{RECORD}`", *["-"] * (len(head) - 1)])
+    rows.append(["all", *(interval(one["tau"]) for one in whole)])
+    alphas = "; ".join(
+        f"{how(one)}: "
+        + " ".join("-" if alpha is None else f"{alpha['value']:.3f}" for alpha in one["alpha"])
+        for one in found
     )
-    if decoded:
-        explanation += " Decoded: counted in lossless decoding of held-out prompts."
-    return "\n".join([*markdown_table(head, rows), "", explanation])
+    lines = [
+        *markdown_table(head, rows),
+        "",
+        f"tau: tokens per target forward with a chain of {max(one['k'] for one in found)} drafted "
+        "tokens, the target's own token included, with 95 % intervals. "
+        f"Method: {found[0]['method']}."
+        + (" Decoded: counted in lossless decoding of held-out prompts." if decoded else ""),
+        f"alpha_1, alpha_2, ...: probability that the i-th drafted token is kept, given that all "
+        f"before it were. {alphas}.",
+    ]
+    return "\n".join(lines + picture_in(folder, RESULTS, "tau by task, alpha by position"))
 
 
-def by_task(found: Sequence[dict[str, Any]]) -> list[str]:
-    """The table of tau by task or data folder, where there are several."""
-    parts = {f"{one['temperature']:g}": one["folders"] for one in found if "folders" in one}
-    tasks = list(dict.fromkeys(task for part in parts.values() for task in part))
-    if not tasks:
-        return []
-    head = ["prompts", *(f"tau, temperature {temperature}" for temperature in parts)]
-    rows = []
-    for task in tasks:
-        taus = [interval(part[task]["tau"]) if task in part else "-" for part in parts.values()]
-        rows.append([Path(task).name, *taus])
-    return ["\n".join(markdown_table(head, rows))]
+def how(evaluation: dict[str, Any]) -> str:
+    greedy = draft_sampling_of(evaluation) == "greedy" and evaluation["temperature"] > 0
+    return f"T = {evaluation['temperature']:g}" + (", greedy drafts" if greedy else "")
 
 
 def interval(tau: dict[str, float]) -> str:
     return f"{tau['value']:.2f} ({tau['low']:.2f} to {tau['high']:.2f})"
 
 
-def training(record: dict[str, Any]) -> str:
+def picture_in(folder: Path, name: str, what: str) -> list[str]:
+    return [f"![{what}]({name})"] if (folder / name).is_file() else []
+
+
+def training(record: dict[str, Any], folder: Path) -> str:
     if not record:
         return "The checkpoint carries no training record."
-    return f"{summary(record)}`{RECORD}` holds the whole record that the trainer left."
+    lines = [f"{summary(record)}`{RECORD}` holds the whole record that the trainer left."]
+    if command := command_of(record.get("config") or {}):
+        lines += ["```sh", command, "```"]
+    return "\n".join(lines + picture_in(folder, CURVES, "loss, alpha and tau while training"))
+
+
+def command_of(values: dict[str, Any]) -> str:
+    """The command of a record of this version, with the names of its folders; else nothing."""
+    try:
+        return command_line("train", build(TrainConfig, without_places(values)))
+    except UserError:
+        return ""
+
+
+def without_places(value: Any) -> Any:
+    """The value with every path in it cut down to its last part."""
+    if isinstance(value, dict):
+        return {key: without_places(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_places(one) for one in value]
+    return shown_name(value) if isinstance(value, str) and "/" in value else value
 
 
 def summary(record: dict[str, Any]) -> str:
     """Data and method in a sentence, from a record of `draftsmith train`; nothing from
     another's."""
     data = record.get("data") or {}
+    divergence = (record.get("config") or {}).get("divergence", "forward-kl")
+    begin = f"{divergence} from the target's distributions, {record.get('steps')} steps, on "
     if "folders" in data:
-        return several_folders(record)
+        named = (
+            f"{entry['sequences']} texts of `{Path(entry['folder']).name}` (weight "
+            f"{entry['weight']:g})"
+            for entry in record.get("folders") or []
+        )
+        return f"{begin}{', '.join(named)}. "
     if not {"prompts", "answers", "tokens", "temperature"} <= data.keys() or "steps" not in record:
         return ""
-    config, temperature = record.get("config") or {}, data["temperature"]
+    temperature = data["temperature"]
     given = temperature if isinstance(temperature, list) else [temperature]
-    shown = ", ".join(f"{one:g}" for one in given)
     return (
-        f"{config.get('divergence', 'forward-kl')} from the target's distributions, "
-        f"{record['steps']} steps, on {data['answers']} answers "
-        f"({data['tokens']} tokens) that the target wrote at temperature {shown} "
-        "to prompts from "
-        f"`{data['prompts']}`. "
+        f"{begin}{data['answers']} answers ({data['tokens']} tokens) that the target wrote at "
+        f"temperature {', '.join(f'{one:g}' for one in given)} to prompts from "
+        f"`{shown_name(str(data['prompts']))}`. "
     )
 
 
-def several_folders(record: dict[str, Any]) -> str:
-    named = ", ".join(
-        f"{entry['sequences']} texts of `{entry['folder']}` (weight {entry['weight']:g})"
-        for entry in record.get("folders") or []
-    )
-    divergence = (record.get("config") or {}).get("divergence", "forward-kl")
-    return f"{divergence} from the target's distributions, {record['steps']} steps, on {named}. "
-
-
-def serving(source: ExportSource, *, engine: str, name: str) -> str:
-    k, target = source.num_speculative_tokens, source.target_name
-    shown = [
-        f"{title}:\n\n```\n{command}\n```"
-        for title, command in commands(
-            source.family, engine, name, target, k, stitched=source.is_stitched
-        )
-    ]
+def serving(source: ExportSource, target: str, *, engine: str, name: str) -> str:
+    k = source.num_speculative_tokens
+    known = commands(source.family, engine, name, target, k, stitched=source.is_stitched)
+    lines = [f"# {title}\n{command}" for title, command in known]
+    shown = ["\n".join(["```", *lines, "```"])]
     in_triton = engine == "triton" and source.family not in VLLM_GREEDY
-    if in_triton or any("draft_sample_method" in one for one in shown):
+    if in_triton or "draft_sample_method" in shown[0]:
         shown.append(PROBABILISTIC + SHARED_NOISE.sentence(source.family) + ".")
-    return "\n\n".join(shown)
+    return "\n".join(shown)
 
 
 def commands(
@@ -225,18 +255,19 @@ def commands(
 ) -> list[tuple[str, str]]:
     """(engine, shell or Python lines) for every engine that reads this layout. `draft` is this
     folder or its Hub id."""
+    own = [("draftsmith", f"draftsmith serve --target {target} --draft {draft} --k {k}")]
     if engine == "triton":
         return [("NVIDIA Triton with its vLLM backend", f"tritonserver --model-repository {draft}")]
     if engine == "speculators" and family in VLLM_SPECULATORS:
-        return [("vLLM (finds the target by itself)", f"vllm serve {draft}")]
+        return [("vLLM (finds the target by itself)", f"vllm serve {draft}"), *own]
     if engine == "gguf":
-        title = f"llama.cpp (`{TARGET}` is the target, which `--with-target` writes here)"
+        title = f"llama.cpp ({TARGET} is the target, which --with-target writes here)"
         return [(title, llama_command(family, TARGET, f"{draft}/{DRAFT}", k))]
     if engine == "openvino":
-        beside = f"`{draft}/{BESIDE}` is the target, which `--with-target` writes here"
+        beside = f"{draft}/{BESIDE} is the target, which --with-target writes here"
         return [(f"OpenVINO GenAI ({beside})", genai_code(f"{draft}/{BESIDE}", draft, k))]
     if engine == "speculators" or (engine == "hf" and family != "draft-lm"):
-        return [("draftsmith", f"draftsmith serve --target {target} --draft {draft} --k {k}")]
+        return own
     shown = []
     # The two take different EAGLE-1 files, and SGLang some MTP modules alone.
     if family in VLLM_METHODS and (family, engine) != ("eagle1", "sglang"):
@@ -259,4 +290,4 @@ def commands(
                 f'assistant_model=AutoModelForCausalLM.from_pretrained("{draft}"))',
             )
         )
-    return shown
+    return shown + own

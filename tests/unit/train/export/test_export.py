@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from huggingface_hub import ModelCardData, metadata_load
+from huggingface_hub.repocard_data import model_index_to_eval_results
 from transformers import AutoModelForCausalLM
 
+from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
-from draftsmith.train.config import LAYOUTS, ExportConfig
+from draftsmith.train.config import LAYOUTS, ExportConfig, OptimConfig, TrainConfig
 from draftsmith.train.export.command import run
 from draftsmith.train.export.table import REASONS, WRITERS, writer
 from tests.conftest import save_adapter, small_files
@@ -184,41 +186,73 @@ def tight(card: str) -> str:
 
 
 def test_the_card_shows_what_was_measured(draft: Path) -> None:
-    set_record(draft, evaluation=[evaluation(1.0, 2.25), evaluation(0.0, 2.5)])
-    card = tight((export(draft) / "README.md").read_text())
-    assert "| temperature | tau (95 %) | alpha_1 | alpha_2 | alpha_3 | tokens |" in card
-    assert "| 0 | 2.50 (2.49 to 2.51) | 0.710 | 0.620 | - | 1234 |" in card
-    assert card.index("| 0 | 2.50") < card.index("| 1 | 2.25")
+    tasks = {"qa": {"tau": estimate(2.5)}, "runs/data/math": {"tau": estimate(2.1)}}
+    found = [evaluation(t, 2.4 - t / 4) | {"data": "x", "folders": tasks} for t in (1.0, 0.0)]
+    set_record(draft, evaluation=found)
+    (draft / "curves.png").write_bytes(b"\x89PNG")
+    out = export(draft)
+    card = tight((out / "README.md").read_text())
+    assert "| prompts | tau, T = 0 | tau, T = 1 |" in card
+    assert "| math | 2.10 (2.09 to 2.11) | 2.10 (2.09 to 2.11) |" in card
+    assert "| all | 2.40 (2.39 to 2.41) | 2.15 (2.14 to 2.16) |" in card
+    assert "T = 0: 0.710 0.620 -; T = 1: 0.710 0.620 -." in card
     assert "Method: by a test." in card and "`draftsmith.json` holds the whole record" in card
     assert card.index("## Serving") < card.index("## Measured") < card.index("## Training")
+    shown = re.findall(r"!\[.*\]\((.*)\)", card)
+    assert shown == ["results.png", "curves.png"]
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in shown)
 
 
-def test_the_card_is_read_at_a_glance_and_by_the_hub(draft: Path) -> None:
-    tasks = {"qa": {"tau": estimate(2.5)}, "runs/data/math": {"tau": estimate(2.1)}}
-    found = [evaluation(t, 2.4) | {"data": "spec-bench", "folders": tasks} for t in (0.0, 1.0)]
+@pytest.mark.parametrize("to", ["vllm", "hf", "gguf"])
+def test_the_card_is_read_at_a_glance_and_by_the_hub(draft: Path, to: str) -> None:
+    """With all that a card can hold, but the target's Hub id and the three lines of a licence."""
+    tasks = {f"{draft.parent}/task-{n}": {"tau": estimate(2.5)} for n in range(13)}
+    more = {"data": f"{draft.parent}/one {draft.parent}/two", "folders": tasks}
+    found = [evaluation(t, 2.4) | more | {"measured": evaluation(t, 2.3)} for t in (0.0, 1.0)]
     data = {"prompts": "org/chats", "answers": 24, "tokens": 1130, "temperature": 1.0}
-    training = {"steps": 300, "data": data, "config": {f"option_{n}": n for n in range(500)}}
+    trained = TrainConfig(
+        family="draft-lm", target=read_json(draft / "draftsmith.json")["target"]["name"],
+        data=(str(draft.parent / "answers"),), out=str(draft), optim=OptimConfig(lr=1e-3),
+        deepspeed=str(draft / "zero.json"),
+    )  # fmt: skip
+    training = {"steps": 300, "data": data, "config": to_dict(trained)}
     set_record(draft, evaluation=found, training=training)
-    card = (export(draft) / "README.md").read_text()
-    front = yaml.safe_load(card.split("---")[1])
-    [entry] = front["model-index"]
-    assert [one["metrics"][0]["value"] for one in entry["results"]] == [2.4, 2.4]
-    assert entry["results"][0]["dataset"]["name"] == "spec-bench"
-    assert front["datasets"] == ["org/chats"]
-    assert "| prompts | tau, temperature 0 | tau, temperature 1 |" in tight(card)
-    assert "| math | 2.10 (2.09 to 2.11) | 2.10 (2.09 to 2.11) |" in tight(card)
-    assert len(card.split("---", 2)[2].splitlines()) <= 60
+    (draft / "curves.png").write_bytes(b"\x89PNG")
+    path = export(draft, to=to) / "README.md"
+    card = path.read_text()
+    assert len(card.splitlines()) <= 60 - 4
+    assert not re.search(r"(?<![\w:/.])/\w", card) and str(draft.parent) not in card
+    front = metadata_load(path)
+    assert front is not None and front["datasets"] == ["org/chats"]
+    name, results = model_index_to_eval_results(front["model-index"])
+    assert name == path.parent.name and {one.dataset_name for one in results} == {"one, two"}
+    assert [(one.metric_name, one.metric_value) for one in results] == [
+        (f"tau, temperature {t}, k = 3", 2.4) for t in (0, 1)
+    ]
+    ModelCardData(**front, ignore_metadata_errors=False)
+    target = Path(trained.target).name
+    assert (
+        f"draftsmith train draft-lm optim.lr=0.001 --target {target} --data answers --out draft "
+        "--deepspeed zero.json" in card
+    )
+    assert "| 5 more in `draftsmith.json` |" in tight(card)
+
+
+def test_the_card_has_the_targets_licence(draft: Path, tmp_path: Path) -> None:
+    target = tmp_path / "licensed"
+    shutil.copytree(read_json(draft / "draftsmith.json")["target"]["name"], target)
+    for head, found in (("license: mit", "mit"), ("license: [", None)):
+        (target / "README.md").write_text(f"---\n{head}\n---\n# A target\n")
+        front = metadata_load(export(draft, target=str(target)) / "README.md")
+        assert front is not None and front.get("license") == found
 
 
 def test_the_card_shows_decoded_beside_predicted(draft: Path) -> None:
     decoded = evaluation(1.0, 2.25) | {"measured": {"tau": estimate(2.31)}}
     set_record(draft, evaluation=[decoded, evaluation(0.0, 2.5)])
     card = tight((export(draft) / "README.md").read_text())
-    assert "| temperature | tau (95 %) | tau decoded (95 %) | alpha_1 |" in card
-    assert (
-        "| 1 | 2.25 (2.24 to 2.26) | 2.31 (2.30 to 2.32) | 0.710 |" in card
-        and "| 0 | 2.50 (2.49 to 2.51) | - | 0.710 |" in card
-    )
+    assert "| prompts | tau, T = 0 | tau, T = 1 | tau decoded, T = 1 |" in card
+    assert "| all | 2.50 (2.49 to 2.51) | 2.25 (2.24 to 2.26) | 2.31 (2.30 to 2.32) |" in card
     assert "counted in lossless decoding" in card
 
 
@@ -241,7 +275,7 @@ def test_the_card_says_how_to_serve_in_each_engine(
     draft: Path, tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = (export(draft, speculative_tokens=4) / "README.md").read_text()
-    target = tiny_target("llama")
+    target = Path(tiny_target("llama")).name
     assert f'vllm serve {target} --speculative-config \'{{"method": "draft_model"' in card
     assert '"num_speculative_tokens": 4, "draft_sample_method": "probabilistic"' in card
     assert "vLLM's default drafts its likeliest token" in card
@@ -253,3 +287,4 @@ def test_the_card_says_how_to_serve_in_each_engine(
         "--speculative-algorithm STANDALONE" in card and "--speculative-num-draft-tokens 5" in card
     )
     assert "assistant_model=" in card
+    assert f"draftsmith serve --target {target} --draft out --k 4" in card
