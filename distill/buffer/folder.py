@@ -242,6 +242,11 @@ def run(config: ForgetConfig) -> int:
             "writes to"
         )
     removed = forget(folder, config.request, settle_s=SETTLE_S)
+    if removed == 0:
+        raise UserError(
+            f"no record of {config.request!r} is in buffer {config.buffer!r}; give the id as the "
+            "server gave it (a learner that still holds some drops them)"
+        )
     print(
         f"{removed} records of {config.request} were deleted; servers write no more of them, "
         "learners drop what they hold"

@@ -145,6 +145,19 @@ def test_forget_names_a_buffer_that_is_not_there(tmp_path: Path) -> None:
         run(ForgetConfig(buffer=str(tmp_path / "none"), request="cmpl-a"))
 
 
+def test_forget_refuses_an_answer_that_the_buffer_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(folder_module, "SETTLE_S", 0.0)
+    writer = BufferWriter(str(tmp_path), flush_s=0.01)
+    fill(writer, 3)
+    writer.close()
+    with pytest.raises(UserError, match="no record of 'cmpl-z' is in buffer"):
+        run(ForgetConfig(buffer=str(tmp_path), request="cmpl-z"))
+    assert run(ForgetConfig(buffer=str(tmp_path), request="cmpl-a")) == 0
+    assert capsys.readouterr().out.startswith("3 records of cmpl-a were deleted")
+
+
 def test_tokens_only_stores_no_distribution_but_that_there_was_one(tmp_path: Path) -> None:
     (back,) = from_table(to_table([tokens_only(BASE)]))
     assert [(distribution.ids, distribution.tail) for distribution in back.p] == [
