@@ -77,6 +77,7 @@ def _draw_alpha(axes: Any, cases: Sequence[Figures]) -> None:
             label = f"{_name(case)}, tau = {found['tau']:.2f}"
             axes.plot(range(1, len(alphas) + 1), alphas, marker="o", color=colour, label=label)
     axes.set(xlabel="draft position", ylabel="alpha", ylim=(0, 1))
+    axes.locator_params("x", integer=True, min_n_ticks=1)
     if axes.lines:
         axes.legend(fontsize=8)
 

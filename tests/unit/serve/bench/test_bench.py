@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from matplotlib import pyplot
 
 from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.config import build
@@ -16,6 +17,7 @@ from draftsmith.serve.bench import command
 from draftsmith.serve.bench.client import Client, PassResult, TimedAnswer, read_prompts
 from draftsmith.serve.bench.command import check, gaps, server_arguments
 from draftsmith.serve.bench.config import BenchConfig, ServedPair
+from draftsmith.serve.bench.picture import _draw_alpha
 from draftsmith.serve.bench.report import (
     BenchCase,
     acceptance,
@@ -336,3 +338,13 @@ def test_every_drafting_mode_has_its_ratio() -> None:
 def test_trees_that_cannot_be_measured(options: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check(BenchConfig(**options))
+
+
+@pytest.mark.parametrize("positions", [1, 4, 12])
+def test_draft_positions_are_whole_numbers(positions: int) -> None:
+    figure, axes = pyplot.subplots()
+    acceptance = {"alpha": [0.5] * positions, "tau": 1.5}
+    _draw_alpha(axes, [{"mode": "on", "temperature": 0.0, "acceptance": acceptance}])
+    ticks = axes.get_xticks()
+    pyplot.close(figure)
+    assert len(ticks) and all(float(tick).is_integer() for tick in ticks)
