@@ -194,6 +194,11 @@ class EngineCollector(Collector):
             "0 when drafts are verified by typical or synthetic acceptance, which changes answers.",
             lossless,
         )
+        yield self._gauge(
+            "draftsmith_adaptive",
+            "1 where --k auto chooses how much is drafted.",
+            float(self.engine.config.adaptive),
+        )
         yield self._labelled(
             "draftsmith_time_seconds", "Where rounds spend their time.", "phase", stats.time_s
         )

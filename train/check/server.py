@@ -169,8 +169,9 @@ def check_payoff(scrape: Scrape) -> Finding:
     )
     if most >= 1:
         return ok("drafting.payoff", what)
+    auto = "" if scrape.total("draftsmith_adaptive") else "--k auto, "
     mend = (
-        "drafting costs more than it gains: --k auto, a smaller draft, --ngram or --suffix; "
+        f"drafting costs more than it gains: {auto}a smaller draft, --ngram or --suffix; "
         "draftsmith bench --url measures"
     )
     return warn("drafting.payoff", what, mend)

@@ -110,6 +110,12 @@ TROUBLES: dict[str, tuple[dict[str, float], str, str, str]] = {
         "warn",
         "--k auto",
     ),
+    "drafts that do not pay beside k auto": (
+        {'draftsmith_time_seconds_total{phase="draft"}': 120, "draftsmith_adaptive": 1},
+        "drafting.payoff",
+        "warn",
+        "gains: a smaller draft",
+    ),
     "no drafter, or one that is never asked": (
         {"vllm:spec_decode_num_drafts_total": 0},
         "drafting.used",
