@@ -29,6 +29,7 @@ from draftsmith.version import __version__
 # version: replay and new texts take some updates to teach it what that one holds. After so many
 # without catching up it is taken for one that does not.
 SPARED_DECISIONS = 16
+HINT_EVERY = 8  # decisions without a promotion
 
 
 class VersionLifecycle:
@@ -124,6 +125,11 @@ class VersionLifecycle:
             self.log.report(
                 f"{drift.fruitless} decisions without a promotion; learning rests until the "
                 "traffic changes"
+            )
+        elif drift.fruitless and drift.fruitless % HINT_EVERY == 0:
+            self.log.report(
+                f"{drift.fruitless} decisions in a row without a promotion; a lower learn.lr may "
+                "help"
             )
 
     def publish(

@@ -10,10 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from draftsmith.distill.config import DistillConfig, GateConfig, RetentionConfig
+from draftsmith.distill.config import DistillConfig, DriftConfig, GateConfig, RetentionConfig
+from draftsmith.distill.gate.drift import Drift
 from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.version_lifecycle import VersionLifecycle
+from draftsmith.distill.version_lifecycle import HINT_EVERY, VersionLifecycle
 from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.registry import FAMILIES
@@ -153,6 +154,19 @@ def test_the_version_that_a_rollback_left_is_not_pruned(
     live.watch.displaced.version = 3
     VersionLifecycle(live, Mock(), Mock(config=config)).prune()
     assert versions.versions(publisher.root) == [1, 3, 5, 6]
+
+
+def test_decisions_without_a_promotion_bring_a_hint(
+    made: Callable[..., Publisher], target: Target
+) -> None:
+    live = Mock(publisher=made(target.revision), drift=Drift(DriftConfig(patience=0)))
+    config = DistillConfig(target="", draft="", buffer="", versions="")
+    lifecycle = VersionLifecycle(live, Mock(updates=1), Mock(config=config))
+    for _ in range(HINT_EVERY):
+        live.log.report.assert_not_called()
+        lifecycle.record(Decision("hold", "no gain"))
+    (told,) = live.log.report.call_args.args
+    assert told == "8 decisions in a row without a promotion; a lower learn.lr may help"
 
 
 @pytest.mark.parametrize("spoilt", ["nothing", "weights", "current"])
