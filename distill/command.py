@@ -42,6 +42,7 @@ def learn(config: DistillConfig, stop: threading.Event) -> None:
     if config.server is not None and config.tpot_ms is not None:
         throttle.guard = LatencyGuard(scraper(config.server), config.tpot_ms / 1000).share
     with ExitStack() as closing:
+        closing.callback(status.close)
         if config.status_port is not None:
             server = StatusServer(status, config.status_host, config.status_port)
             closing.callback(server.close)

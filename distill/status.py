@@ -50,6 +50,12 @@ class Status:
         else:
             self._write(text + "\n")
 
+    def close(self) -> None:
+        """Leaves word for the views that the learner has ended."""
+        if self.values:
+            with suppress(OSError):
+                files.write_json(self.path, {**self.values, "time_s": time.time(), "stopped": True})
+
     def event(self, text: str) -> None:
         """Prints a line that stays."""
         erased = "\r" + " " * self.width + "\r" if self.is_terminal and self.width else ""

@@ -139,7 +139,9 @@ def facts(
     if learner is not None:
         silent = learner["age_s"] > SILENT_S
         working = "resting" if learner.get("resting") else "running"
-        state = f"silent for {duration(learner['age_s'])}" if silent else working
+        silence = duration(learner["age_s"])
+        ended = f"stopped {silence} ago" if learner.get("stopped") else f"silent for {silence}"
+        state = ended if silent or learner.get("stopped") else working
         counts = ", ".join(
             f"{learner.get(name, '-')} {name.replace('_', ' ')}"
             for name in ("updates", "texts", "fresh", "held_out", "published", "damaged_shards")

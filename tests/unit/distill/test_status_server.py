@@ -33,6 +33,18 @@ def test_numbers_that_json_lacks_and_a_log_that_cannot_be_written_are_no_trouble
     )
 
 
+def test_a_learner_that_ends_leaves_word(tmp_path: Path) -> None:
+    status = Status(tmp_path, io.StringIO())
+    status.close()
+    assert not (tmp_path / "status.json").exists()
+    for _ in range(2):
+        status.show("a line", {"updates": 3})
+        assert "stopped" not in json.loads((tmp_path / "status.json").read_text())
+        status.close()
+        left = json.loads((tmp_path / "status.json").read_text())
+        assert left["stopped"] and left["updates"] == 3
+
+
 def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
     status = Status(tmp_path, io.StringIO())
     server = StatusServer(status, "127.0.0.1", 0)

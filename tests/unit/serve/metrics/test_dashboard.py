@@ -228,6 +228,9 @@ def test_damage_is_left_out_and_numbers_that_json_lacks_become_null(
     assert found["learner"]["loss"] is None and 4 < found["learner"]["age_s"] < 60
     (text,) = (text for name, text, _ in found["facts"] if name == "learner")
     assert text.startswith("running: 3 updates") and text.endswith("loss -")
+    (tmp_path / "status.json").write_text(json.dumps({**status, "stopped": True}))
+    (text,) = (text for name, text, _ in told()["facts"] if name == "learner")
+    assert text.startswith("stopped ") and " ago: " in text
     for torn in ("[1", "[1]", ""):
         (tmp_path / "status.json").write_text(torn)
         assert told()["learner"] is None
