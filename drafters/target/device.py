@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -25,6 +24,7 @@ from draftsmith.kernels.host_memory import affordable_copies, host_bytes
 from draftsmith.kernels.measured import CHOICES, Choices
 from draftsmith.kernels.products.fast_types import Use, name_of, speed_of
 from draftsmith.kernels.products.float32_products import NARROW
+from draftsmith.progress import say
 
 # Without "auto", which each use decides for itself.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NAMES if name != "auto"}
@@ -132,7 +132,7 @@ def _fast_dtype(config: PreTrainedConfig, use: Use, choices: Choices) -> torch.d
 def _tell(line: str) -> None:
     """Says once what was chosen, by the first process of a launcher."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"draftsmith: {line}", file=sys.stderr, flush=True)
+        say(line)
 
 
 def weights_of(config: PreTrainedConfig) -> tuple[int, float]:
@@ -165,6 +165,7 @@ def load_target(
     pass; `offload` as `load_model` has it. Raises `UserError`."""
     # Commands show one progress line, their own.
     transformers_logging.disable_progress_bar()
+    _tell(f"loading {path}")
     there = device_of(device)
     weights = dtype
     if isinstance(dtype, str):

@@ -21,6 +21,7 @@ from draftsmith.fleet.observe.enrich import EngineProbe, Enrichment, client
 from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters, ProxyRecorder
 from draftsmith.fleet.observe.proxy import Proxy
 from draftsmith.lock import sigterm_ends
+from draftsmith.progress import set_up_logging
 
 logger = logging.getLogger("draftsmith.observe")
 # What a stopping proxy waits for answers that are passing through.
@@ -29,9 +30,7 @@ DRAIN_S = 30
 
 def run(config: ObserveConfig) -> int:
     """Serves until a signal; answers that pass through then are finished first."""
-    logging.basicConfig(level=logging.INFO, format="draftsmith: %(message)s")
-    for chatty in ("httpx", "uvicorn.access", "uvicorn.error"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    set_up_logging()
     check_limits(config)
     url = base_of(config.url, "url")
     counters = ProxyCounters()

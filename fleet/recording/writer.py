@@ -8,7 +8,6 @@ and flushed everything. It runs at a lower priority than the engine, on any core
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import sys
@@ -426,7 +425,6 @@ def run(ring: Ring, job: EngineJob, ended: Callable[[float], bool]) -> None:
 
 
 def main(descriptor: str, job: str) -> None:
-    logging.basicConfig(format="%(levelname)s %(message)s")
     begin()
     if hasattr(os, "sched_setaffinity"):
         # The engine binds its threads to cores and its children with them.

@@ -28,7 +28,7 @@ from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError, missing
 from draftsmith.kernels.acceptance import DraftCost
-from draftsmith.progress import Progress
+from draftsmith.progress import Progress, say
 from draftsmith.prompts.suites import (
     Asked,
     Question,
@@ -316,6 +316,7 @@ def started(arguments: list[str], *, timeout_s: float, api_key: str | None = Non
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "wb+") as log:
         command = [sys.executable, "-m", "draftsmith.cli", "serve", *arguments, "--port", str(port)]
+        say("starting a server")
         process = subprocess.Popen(command, stdout=log, stderr=log, env=with_key(api_key))
         try:
             url = f"http://127.0.0.1:{port}"

@@ -28,7 +28,7 @@ from draftsmith.drafters.versions import (
 )
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts, label_of
-from draftsmith.progress import duration
+from draftsmith.progress import duration, factor
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import CANARY, class_draft, shown
 from draftsmith.serve.stats import EngineStats, StatsReading
@@ -253,7 +253,7 @@ def lossless_table(learner: Told | None) -> Told:
                 name,
                 "NOT LOSSLESS" if one.get("alarm") else "",
                 str(one.get("positions", 0)),
-                f"1e{number(one.get('log10_evidence'), 1)}",
+                "-" if one.get("log10_evidence") is None else factor(one["log10_evidence"]),
                 *(number(one.get(f"z_{event}"), 1) for event in EVENTS),
             ),
         )

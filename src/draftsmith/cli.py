@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.commands.table import COMMANDS, load
 from draftsmith.errors import UserError, check_extra, extra_of, first_line, missing
 from draftsmith.files import is_full
+from draftsmith.progress import say_loading, set_up_logging
 from draftsmith.version import __version__
 
 
@@ -18,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. A `UserError` is printed as one sentence and gives
     2."""
     words = list(sys.argv[1:] if argv is None else argv)
+    command = COMMANDS.get("".join(words[:1]))
+    saves = command is not None and command.saves
     try:
         try:
             return _dispatch(words)
@@ -32,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"draftsmith: error: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        command = COMMANDS.get("".join(words[:1]))
-        saves = command is not None and command.saves
         if isinstance(error, RuntimeError) and (os.environ.get("WORLD_SIZE") or "1") != "1":
             # Late: torch is imported where it raised this.
             from draftsmith.drafters.target.sharded import end_if_lost
@@ -46,10 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"draftsmith: error: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(
-            "draftsmith: interrupted; what was finished is kept, run the same command to go on",
-            file=sys.stderr,
-        )
+        kept = "; what was finished is kept, run the same command to go on"
+        print(f"draftsmith: interrupted{kept if saves else ''}", file=sys.stderr)
         return 130
 
 
@@ -75,6 +75,12 @@ def _dispatch(argv: list[str]) -> int:
     arguments = parse(parser, argv[1:])
     config = configuration.build(cls, collect(cls, arguments))
     check_extra(name, COMMANDS[name].extra)
+    if (form := getattr(config, "log_format", None)) is not None:
+        set_up_logging(form)
+    # It says at import what it found, and accelerate imports it to save a model.
+    logging.getLogger("DeepSpeed").addFilter(is_error)
+    if COMMANDS[name].loads:
+        say_loading()
     try:
         return int(load(COMMANDS[name].run)(config) or 0)
     except ModuleNotFoundError as error:
@@ -82,6 +88,10 @@ def _dispatch(argv: list[str]) -> int:
         if extra is None:
             raise
         raise missing(name, str(error.name).split(".")[0], extra) from error
+
+
+def is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def overview() -> str:

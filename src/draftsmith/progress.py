@@ -1,14 +1,88 @@
-"""Progress of long work with an ETA: tqdm's bar, in a notebook too, and a line now and then where
-there is neither that nor a terminal. Torch-free."""
+"""Lines of long work: progress with an ETA (tqdm's bar, in a notebook too, and a line now and then
+where there is neither that nor a terminal), and those of a log. Torch-free."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import sys
+from datetime import datetime
 
 from tqdm.auto import tqdm
 
 LINE = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
+
+LOG_FORMATS = ("text", "json")
+# For processes that this one starts, whose lines stand in the same log.
+LOG_FORMAT = "DRAFTSMITH_LOG_FORMAT"
+CHATTY = ("httpx", "uvicorn.access", "uvicorn.error")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+class LogHandler(logging.StreamHandler):
+    """Handler of a process that keeps a log."""
+
+    def __init__(self, form: str):
+        super().__init__()
+        self.is_json = form == "json"
+        text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self.setFormatter(JsonFormatter() if self.is_json else text)
+
+
+def set_up_logging(form: str | None = None) -> None:
+    """Lines of this process and of the libraries that are imported, in one format: by default that
+    of the process which started this one."""
+    form = os.environ[LOG_FORMAT] = form or os.environ.get(LOG_FORMAT, LOG_FORMATS[0])
+    logging.basicConfig(level=logging.INFO, handlers=[LogHandler(form)])
+    logging.captureWarnings(True)
+    for known in list(logging.root.manager.loggerDict.values()):
+        if isinstance(known, logging.Logger):  # else each line of some would come twice
+            known.handlers.clear()
+            known.propagate = True
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def log_handler() -> LogHandler | None:
+    return next((one for one in logging.root.handlers if isinstance(one, LogHandler)), None)
+
+
+def keeps_json() -> bool:
+    return (log := log_handler()) is not None and log.is_json
+
+
+def say(text: str) -> None:
+    """A line for the user, in the log where this process keeps one."""
+    if log_handler() is not None:
+        logging.getLogger("draftsmith").info(text)
+    else:
+        print(f"draftsmith: {text}", file=sys.stderr, flush=True)
+
+
+def say_loading() -> None:
+    """Says what a command's first seconds go to."""
+    if "torch" not in sys.modules:
+        say("loading torch and transformers")
+
+
+def factor(log10: float) -> str:
+    """A power of ten as a number: "0.4" and "1e+31"."""
+    return f"{10**log10:.2g}" if abs(log10) < 300 else f"1e{log10:+.0f}"
 
 
 def duration(seconds: float) -> str:
@@ -24,8 +98,12 @@ class Lines:
     """Stream of a log, in which each state of a bar is a line of its own."""
 
     def write(self, text: str) -> None:
-        if text.strip():
-            print(text.strip(), file=sys.stderr, flush=True)
+        if not (line := text.strip()):
+            return
+        if keeps_json():
+            logging.getLogger("draftsmith").info(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -37,13 +115,15 @@ class Progress:
     ) -> None:
         self.total = total
         draws = "ipykernel" in sys.modules or (
+            not keeps_json()
+            and sys.stderr.isatty()
             # Terminals of some runners say that they have no columns.
-            sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+            and os.get_terminal_size(sys.stderr.fileno()).columns > 0
         )
         lines = {"file": Lines(), "bar_format": LINE, "mininterval": 10.0, "position": 0}
         self._bar = tqdm(
             desc=label, total=total, unit=f" {unit}", initial=start, disable=not (shows and total),
-            smoothing=0, miniters=1, dynamic_ncols=True,
+            miniters=1, dynamic_ncols=True,
             **({} if draws else lines),
         )  # fmt: skip
 

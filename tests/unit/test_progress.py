@@ -1,19 +1,43 @@
-"""The progress of long work, on a terminal and in a log."""
+"""The progress of long work, on a terminal and in a log, and logs in one format."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
 import struct
+import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from draftsmith.progress import Progress
+from draftsmith.progress import Progress, factor
+
+LOGS = """
+import logging, sys, warnings
+library = logging.getLogger("library")
+library.addHandler(logging.StreamHandler())  # as transformers and huggingface_hub have
+library.propagate = False
+from draftsmith.progress import Progress, say, set_up_logging
+set_up_logging({form!r})
+library.warning("one\\ntwo")
+logging.getLogger("httpx").info("too much")
+say("loading")
+Progress("work", 3, unit="parts").close()
+warnings.warn("old")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("draftsmith.x").exception("broken %d", 3)
+import subprocess
+child = "import logging; from draftsmith.progress import *; set_up_logging(); logging.info('child')"
+subprocess.run([sys.executable, "-c", child], check=True)
+"""
 
 
 def advance() -> None:
@@ -67,3 +91,38 @@ def test_a_terminal_has_one_bar_that_is_drawn_again(monkeypatch: pytest.MonkeyPa
     assert "100/200" in first and "812 tok/s" in middle and "all of it" in last
     assert shown.count("\n") == 1
     assert on_terminal(0, monkeypatch).startswith("generate: 100/200 answers [00:00<?]\n")
+
+
+def written(form: str) -> Iterator[str]:
+    code = LOGS.format(form=form)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return iter(done.stderr.removesuffix("\n").split("\n"))
+
+
+def test_json_lines_hold_all_that_is_logged() -> None:
+    entries = [json.loads(line) for line in written("json")]
+    assert [(one["level"], one["logger"]) for one in entries] == [
+        ("WARNING", "library"),
+        ("INFO", "draftsmith"),
+        ("INFO", "draftsmith"),
+        ("INFO", "draftsmith"),
+        ("WARNING", "py.warnings"),
+        ("ERROR", "draftsmith.x"),
+        ("INFO", "root"),
+    ]
+    assert [one["message"] for one in entries[:3]] == [
+        "one\ntwo", "loading", "work: 0/3 parts [00:00<?]",
+    ]  # fmt: skip
+    assert entries[5]["message"] == "broken 3" and "ZeroDivision" in entries[5]["exception"]
+    assert all(one["time"][10] == "T" for one in entries)
+
+
+def test_text_lines_have_time_and_level() -> None:
+    lines = list(written("text"))
+    assert lines[0].endswith(" WARNING library: one") and lines[0].startswith("20")
+    assert lines[1] == "two" and lines[2].endswith(" INFO draftsmith: loading")
+    assert lines[-1].endswith(" INFO root: child")
+
+
+def test_a_power_of_ten_is_a_number() -> None:
+    assert [factor(value) for value in (-0.4, 0.0, 31.2, 400)] == ["0.4", "1", "1.6e+31", "1e+400"]

@@ -12,6 +12,7 @@ from typing import Any
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
+from draftsmith.progress import say_loading
 from draftsmith.train.check.finding import FAIL, Finding, refused, table
 from draftsmith.train.config import DoctorConfig
 from draftsmith.train.data.folders import folders_of
@@ -58,6 +59,7 @@ def examine(config: DoctorConfig) -> list[Finding]:
         from draftsmith.train.check.server import check_server
 
         return check_server(config.url)
+    say_loading()
     quiet()
     return check_models(config)
 

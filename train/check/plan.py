@@ -80,6 +80,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     families = families_of(config)
     progress = Progress("plan", len(families), unit="drafts")
     for family in families:
+        progress.update(len(drafts) + len(refused), family)
         try:
             drafts.append(planned(config, target, text, family))
         except UserError as error:
@@ -281,8 +282,9 @@ def table(plan: dict[str, Any]) -> str:
     lines += ["", *markdown_table(HEAD, rows), ""]
     lines += [f"{family} is left out: {why}" for family, why in plan["refused"].items()]
     lines.append(
-        "target is its share of a step; memory is of weights, gradients and moments, activations "
-        "come on top"
+        "trained: parameters; target: its share of a step; memory: of weights, gradients and "
+        "moments, activations come on top; on disk: the draft and its checkpoints; stored taps: "
+        "what generate --store-taps would write"
     )
     return "\n".join([*lines, "", *plan["give"]])
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from draftsmith.progress import factor
 from draftsmith.serve.audit.config import AuditConfig
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def check_of(name: str, stream: EvidenceStream, config: AuditConfig) -> Check:
     if decided:
         said += f"; detects a bias of {least:.2g}"
     log10 = stream.log_evidence / math.log(10)
-    said += f"; evidence 1e{log10:+.1f}" if math.isfinite(log10) else "; impossible tokens"
+    said += f"; evidence {factor(log10)}" if math.isfinite(log10) else "; impossible tokens"
     return Check(
         name=name,
         kind="check",

@@ -15,6 +15,7 @@ class Command(NamedTuple):
     check: str | None = None
     alone: bool = False  # refused where a launcher has started several processes
     saves: bool = False  # started again, it goes on from what it saved
+    loads: bool = False  # imports torch and transformers, which takes seconds, before it says more
 
 
 COMMANDS = {
@@ -25,6 +26,7 @@ COMMANDS = {
         "train",
         "draftsmith.commands.generate:check",
         saves=True,
+        loads=True,
     ),
     "train": Command(
         "draftsmith.train.config:TrainConfig",
@@ -33,6 +35,7 @@ COMMANDS = {
         "train",
         "draftsmith.train.resolve:check_options",
         saves=True,
+        loads=True,
     ),
     "eval": Command(
         "draftsmith.train.config:EvalConfig",
@@ -40,12 +43,14 @@ COMMANDS = {
         "alpha_i and tau of a draft, with confidence intervals",
         "train",
         "draftsmith.train.evaluate.command:check_options",
+        loads=True,
     ),
     "serve": Command(
         "draftsmith.serve.config:ServeConfig",
         "draftsmith.commands.serve:run",
         "an OpenAI-compatible server with lossless speculation",
         "serve",
+        loads=True,
     ),
     "distill": Command(
         "draftsmith.distill.config:DistillConfig",
@@ -55,6 +60,7 @@ COMMANDS = {
         "draftsmith.distill.command:check",
         alone=True,
         saves=True,
+        loads=True,
     ),
     "observe": Command(
         "draftsmith.fleet.config:ObserveConfig",
@@ -72,6 +78,7 @@ COMMANDS = {
         "draftsmith.train.export.command:run",
         "write a draft in the layout vLLM, SGLang or transformers load",
         check="draftsmith.train.export.command:check_options",
+        loads=True,
     ),
     "bench": Command(
         "draftsmith.serve.bench.config:BenchConfig",
@@ -85,6 +92,7 @@ COMMANDS = {
         "draftsmith.commands.audit:run",
         "is it lossless? statistics with negative controls",
         "serve",
+        loads=True,
     ),
     "doctor": Command(
         "draftsmith.train.config:DoctorConfig",
@@ -97,6 +105,7 @@ COMMANDS = {
         "draftsmith.train.check.plan:run",
         "what training a draft takes here: tokens/s, hours, memory, and what to give",
         alone=True,
+        loads=True,
     ),
     "run": Command(
         "draftsmith.train.config:RunConfig",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -132,6 +135,45 @@ def test_help_puts_options_under_the_heading_of_the_class_that_declares_them(
     for heading, flag in headings.items():
         part = shown.partition(f"\n{heading}")[2].partition("\n\n")[0]
         assert f"  {flag} " in part, heading
+
+
+def test_what_deepspeed_finds_at_its_import_is_not_told(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--url", "x"]) == 2
+    logging.getLogger("DeepSpeed").warning("Setting accelerator to CPU")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("name", "is_resumed"), [("train", True), ("plan", False)])
+def test_an_interrupt_promises_to_go_on_only_where_the_command_does(
+    name: str,
+    is_resumed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(
+        COMMANDS, name, COMMANDS[name]._replace(run="tests.unit.cli.test_cli:interrupt")
+    )
+    words = ["eagle3", "--data", "d", "--out", "o"] if name == "train" else []
+    assert main([name, *words, "--target", "t"]) == 130
+    assert ("run the same command to go on" in capsys.readouterr().err) == is_resumed
+
+
+def interrupt(config: object) -> int:
+    raise KeyboardInterrupt
+
+
+def test_a_command_that_waits_for_torch_says_so_before_it() -> None:
+    code = """
+from draftsmith import cli
+for name, words in {"plan": ["t"], "top": []}.items():
+    cli.COMMANDS[name] = cli.COMMANDS[name]._replace(run="builtins:print")
+    cli.main([name, *words])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "draftsmith: loading torch and transformers\n"
+    assert done.stdout.count("Config(") == 2
 
 
 if __name__ == "__main__":
