@@ -96,7 +96,7 @@ def is_error(record: logging.LogRecord) -> bool:
 
 def overview() -> str:
     lines = ["usage: draftsmith COMMAND [options] [recipe.yaml] [key=value ...]", ""]
-    lines += [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "draftsmith COMMAND --help lists the options of one command."])
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CODE = ("src/draftsmith", "kernels", "drafters", "train", "serve", "distill", "fleet")
 # The core requirements, what torch and transformers bring, and triton, which is imported behind a
 # check.
-CORE = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml", "tqdm"} | {
+CORE = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml", "tqdm", "shtab"} | {
     "tokenizers", "jinja2", "typing_extensions", "triton",
 }  # fmt: skip
 # Imported in a `try` that has another way.

@@ -8,6 +8,10 @@ Files in reading order:
 - `serve`: the server, joined to the buffer that stores its rounds
 - `audit`: the audit, joined to the monitor that reads buffers
 - `run`: the pipeline, joined to the table of the commands that it runs
+- `recipe`: `config`, the options of a command as a recipe
+- `completion`: `completion`, a script for the shell, by shtab
+- `collect_env`: `collect-env`, what a bug report needs
+- `chat`: `chat`, a conversation with a server in the terminal
 
 `draftsmith.cli` alone imports this chapter.
 """

@@ -37,7 +37,8 @@ def parser_for(name: str, cls: type) -> Parser:
     fields = dataclasses.fields(cls)
     positional = [one.name.upper() for one in fields if one.metadata.get("positional")]
     target = ["[TARGET]"] if any(one.name == TARGET for one in fields) else []
-    usage = " ".join([f"draftsmith {name}", *positional, *target, "[options]", f"[{EXTRA} ...]"])
+    rest = ["[options]", f"[{EXTRA} ...]"] if len(positional) < len(fields) else []
+    usage = " ".join([f"draftsmith {name}", *positional, *target, *rest])
     parser = Parser(
         prog=f"draftsmith {name}",
         usage=usage,
@@ -53,6 +54,9 @@ def parser_for(name: str, cls: type) -> Parser:
             parser.add_argument(field.name, help=_help(field), choices=choices)
         else:
             _add_flag(groups.get(field.name, parser), option)
+    if not rest:
+        parser.set_defaults(extra=[], **{RECIPES: []})
+        return parser
     parser.add_argument(
         "--config",
         dest=RECIPES,
@@ -114,12 +118,16 @@ def _add_flag(parser: argparse._ActionsContainer, option: configuration.FlagOpti
         parser.add_argument(option.flag, **shared, metavar=field.name.upper())
 
 
+def described(field: dataclasses.Field) -> str:
+    """Help text of an option, with its choices."""
+    choices = field.metadata.get("choices")
+    return field.metadata.get("help", "") + (f" ({', '.join(choices)})" if choices else "")
+
+
 def _help(field: dataclasses.Field) -> str:
-    text = field.metadata.get("help", "")
+    text = described(field)
     if field.default is True:
         text = f"switch off: {text}"
-    if choices := field.metadata.get("choices"):
-        text += f" ({', '.join(choices)})"
     shown = field.default not in (dataclasses.MISSING, None, "", False, True, ())
     return (text + (f" [default: {field.default}]" if shown else "")).replace("%", "%%")
 
@@ -149,7 +157,7 @@ def recorded_target(cls: type, values: dict[str, Any]) -> dict[str, str]:
     """The target that a local draft's record names, where a command needs one and nothing else that
     is given says which."""
     draft = values.get("draft")
-    if not isinstance(draft, str) or TARGET in values or "url" in values:
+    if not isinstance(draft, str) or values.get(TARGET) or values.get("url"):
         return {}
     path, fields = (
         Path(draft) / "draftsmith.json",
@@ -157,7 +165,7 @@ def recorded_target(cls: type, values: dict[str, Any]) -> dict[str, str]:
     )
     is_required = TARGET in fields and fields[TARGET].default is dataclasses.MISSING
     # These need a target where no URL is given; the doctor's data say theirs.
-    may_need = {TARGET, "url"} <= fields.keys() and "data" not in values
+    may_need = {TARGET, "url"} <= fields.keys() and not values.get("data")
     if not (is_required or may_need) or not path.is_file():
         return {}
     record = read_json(path).get(TARGET)

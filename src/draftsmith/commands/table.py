@@ -125,6 +125,27 @@ COMMANDS = {
         "many engines with one draft: status, promote, rollback, page, publish",
         "fleet",
     ),
+    "chat": Command(
+        "draftsmith.commands.chat:ChatConfig",
+        "draftsmith.commands.chat:run",
+        "talk to any OpenAI server in the terminal, with tok/s and tau of each answer",
+        "serve",
+    ),
+    "config": Command(
+        "draftsmith.commands.recipe:RecipeConfig",
+        "draftsmith.commands.recipe:run",
+        "print every option of a command with its default, as a recipe",
+    ),
+    "completion": Command(
+        "draftsmith.commands.completion:CompletionConfig",
+        "draftsmith.commands.completion:run",
+        "print a script that completes commands, flags and values in a shell",
+    ),
+    "collect-env": Command(
+        "draftsmith.commands.collect_env:CollectEnvConfig",
+        "draftsmith.commands.collect_env:run",
+        "print what a bug report needs: versions, processor, memory, devices",
+    ),
 }
 
 

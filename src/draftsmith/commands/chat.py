@@ -1,0 +1,126 @@
+"""`draftsmith chat`: a conversation with any OpenAI server in the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.client import API_KEY_HELP, base_of, bearer, message_of
+from draftsmith.config import option
+from draftsmith.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    import httpx
+
+HINT = "Ctrl-C ends an answer, /new begins another conversation, /exit ends"
+WAIT_S = 600.0  # for the next part of an answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    url: str = option("http://127.0.0.1:8000", "a running OpenAI-compatible server")
+    model: str | None = option(None, "model name; default: the first one that the server lists")
+    api_key: str | None = option(None, API_KEY_HELP)
+
+
+def run(config: ChatConfig) -> int:
+    import httpx  # not for the options
+
+    headers, url = bearer(config.api_key), base_of(config.url)
+    with httpx.Client(base_url=url, headers=headers, timeout=WAIT_S) as http:
+        try:
+            listed = http.get("/v1/models").raise_for_status().json()["data"]
+            model = config.model or listed[0]["id"]
+        except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
+            why = first_line(error)
+            raise UserError(f"{url} lists no models ({why}); check --url and --api-key") from error
+        # Another server may refuse a field of ours.
+        is_ours = any(one.get("owned_by") == "draftsmith" for one in listed)
+        extra = {"speculation": {"report": True}} if is_ours else {}
+        print(f"{model} at {url}; {HINT}")
+        converse(http, {"model": model, "stream_options": {"include_usage": True}, **extra})
+    return 0
+
+
+def converse(http: httpx.Client, body: dict[str, Any]) -> None:
+    """Asks what is typed, with all that was said before, until it is `/exit` or the end."""
+    said: list[dict[str, str]] = []
+    for text in typed():
+        if text == "/new":
+            said = []
+            continue
+        asked = [*said, {"role": "user", "content": text}]
+        try:
+            answer = answered(http, {**body, "messages": asked, "stream": True})
+        except UserError as error:
+            print(f"draftsmith: error: {error}", file=sys.stderr)
+        else:
+            said = [*asked, {"role": "assistant", "content": answer}]
+
+
+def typed() -> Iterator[str]:
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` its keys and its history
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print(f"\n{HINT}")
+            continue
+        if text == "/exit":
+            return
+        if text:
+            yield text
+
+
+def answered(http: httpx.Client, body: dict[str, Any]) -> str:
+    """The answer, or what came of it before Ctrl-C, printed as it comes. Raises `UserError`."""
+    answer, parts, begun_s = "", 0, time.monotonic()
+    last: dict[str, Any] = {}
+    try:
+        for chunk in chunks(http, body):
+            last |= {name: chunk[name] for name in ("usage", "metrics") if chunk.get(name)}
+            for choice in chunk.get("choices") or ():
+                delta = choice.get("delta") or {}
+                text, thought = delta.get("content") or "", delta.get("reasoning_content") or ""
+                answer, parts = answer + text, parts + bool(text or thought)
+                print(thought, text, sep="", end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    passed_s = time.monotonic() - begun_s
+    tokens = last.get("usage", {}).get("completion_tokens", parts)
+    tau = ((last.get("metrics") or {}).get("speculative_decoding") or {}).get("tau")
+    figures = f"{tokens} tokens, {tokens / passed_s:.1f} tok/s"
+    print(f"\n[{figures}{'' if tau is None else f', tau {tau:.2f}'}]")
+    return answer
+
+
+def chunks(http: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Events of a stream."""
+    import httpx
+
+    try:
+        with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                raise UserError(message_of(response.read()))
+            pending = ""
+            for part in response.iter_text():
+                *lines, pending = (pending + part).split("\n")
+                for line in lines:
+                    event = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or event == "[DONE]":
+                        continue
+                    chunk = json.loads(event)
+                    if chunk.get("error"):
+                        raise UserError(message_of(event.encode()))
+                    yield chunk
+    except (httpx.HTTPError, json.JSONDecodeError) as error:
+        why = first_line(error)
+        raise UserError(f"the answer broke off ({why}); is the server still running?") from error

@@ -1,0 +1,93 @@
+"""`draftsmith collect-env`: what a bug report needs, in lines that Markdown shows as a list."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from draftsmith.version import __version__
+
+PACKAGES = (
+    *("torch", "transformers", "tokenizers", "safetensors", "accelerate", "datasets", "peft"),
+    *("deepspeed", "triton", "numpy", "pyarrow", "fastapi", "uvicorn", "httpx", "vllm"),
+)
+# Instruction sets of x86 and Arm that decide which kernels run.
+SETS = re.compile(r"avx\w*|amx\w*|fma|f16c|asimd\w*|sve\w*|bf16|i8mm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectEnvConfig:
+    """No options."""
+
+
+def run(config: CollectEnvConfig) -> int:
+    for name, text in environment():
+        print(f"- {name}: {text}", flush=True)
+    return 0
+
+
+def environment() -> Iterator[tuple[str, str]]:
+    """Name and text of each line. What torch is asked comes last, since its import takes
+    seconds."""
+    from draftsmith.files import cache_folder
+
+    yield "draftsmith", f"{__version__}{commit()}"
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    yield "packages", ", ".join(f"{name} {version_of(name)}" for name in PACKAGES)
+    yield "processor", processor()
+    pages = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_AVPHYS_PAGES")
+    total, free = (count * os.sysconf("SC_PAGE_SIZE") / 2**30 for count in pages)
+    yield "memory", f"{total:.1f} GiB, {free:.1f} GiB of it free"
+    yield "cache folder", str(cache_folder())
+    yield "devices", devices()
+
+
+def commit() -> str:
+    """Commit of the checkout that runs, and whether it was changed; "" for an installed wheel."""
+    source = Path(__file__).resolve().parents[3]
+    command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--exclude=*"]
+    if not (source / ".git").exists():
+        return ""
+    try:
+        return f", commit {subprocess.check_output(command, text=True, timeout=10).strip()}"
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
+    except OSError:
+        lines = []
+    known = dict(re.split(r"\s*: ?", line, maxsplit=1) for line in lines if ":" in line)
+    name = known.get("model name") or platform.processor() or platform.machine()
+    flags = (known.get("flags") or known.get("Features") or "").split()
+    sets = " ".join(flag for flag in flags if SETS.fullmatch(flag)) or "instruction sets unknown"
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {os.cpu_count()} cores, {usable} of them usable; {sets}"
+
+
+def devices() -> str:
+    try:
+        import torch
+    except ImportError as error:
+        return f"torch cannot be imported ({error})"
+    built = f"torch for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'}"
+    found = [
+        f"{one.name}, {one.total_memory / 2**30:.0f} GiB, capability {one.major}.{one.minor}"
+        for one in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
+    return "; ".join([built, *(found or ["no CUDA device"])])

@@ -1,0 +1,109 @@
+"""`draftsmith chat` against a stand-in for an OpenAI server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from draftsmith.cli import main
+
+
+class Server(httpx.SyncByteStream):
+    """Answers with the number of messages, in two parts; `asked` has the bodies."""
+
+    def __init__(self, owner: str = "somebody", broken: str = "") -> None:
+        self.owner, self.broken = owner, broken
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            listed = [{"id": "m", "owned_by": self.owner}]
+            return httpx.Response(200, json={"data": listed})
+        self.asked.append(json.loads(request.content))
+        if self.broken == "refused":
+            return httpx.Response(400, json={"error": {"message": "too long"}})
+        return httpx.Response(200, stream=self)
+
+    def __iter__(self) -> Iterator[bytes]:
+        body = self.asked[-1]
+        for text in (f"answer {len(body['messages'])}", " \u2028and more"):
+            delta = {"choices": [{"delta": {"content": text}}]}
+            event = f"data: {json.dumps(delta, ensure_ascii=False)}\n\n".encode()
+            yield event[:20]
+            yield event[20:]
+            if self.broken == "interrupted" and len(self.asked) == 1:
+                raise KeyboardInterrupt
+        if "speculation" in body:
+            metrics = {"speculative_decoding": {"tau": 2.5}}
+            yield f"data: {json.dumps({'choices': [], 'metrics': metrics})}\n\n".encode()
+        usage = {"choices": [], "usage": {"completion_tokens": 7}}
+        yield f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode()
+
+
+def talk(server: Server, monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
+    """What the command says when these lines are typed; `^C` stands for an interrupt."""
+    left = iter(lines)
+
+    def typed(prompt: str) -> str:
+        line = next(left, None)
+        if line is None:
+            raise EOFError
+        if line == "^C":
+            raise KeyboardInterrupt
+        return line
+
+    client = httpx.Client
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(
+        httpx, "Client", lambda **o: client(**o, transport=httpx.MockTransport(server))
+    )
+    return main(["chat", "--url", "http://stand-in/v1"])
+
+
+def test_answers_stream_into_a_history(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server()
+    assert talk(server, monkeypatch, "one", "", "^C", "two", "/new", "three", "/exit", "four") == 0
+    shown = capsys.readouterr().out
+    assert [len(body["messages"]) for body in server.asked] == [1, 3, 1]
+    assert server.asked[1]["messages"][1] == {
+        "role": "assistant", "content": "answer 1 \u2028and more",
+    }  # fmt: skip
+    assert "answer 3 \u2028and more\n[7 tokens, " in shown and "tok/s]" in shown
+    assert all("speculation" not in body and body["model"] == "m" for body in server.asked)
+
+
+def test_our_server_is_asked_for_tau(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(Server("draftsmith"), monkeypatch, "one") == 0
+    assert " tok/s, tau 2.50]" in capsys.readouterr().out
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(broken="interrupted")
+    assert talk(server, monkeypatch, "one", "two") == 0
+    assert server.asked[1]["messages"][1]["content"] == "answer 1"
+    assert "answer 1\n[1 tokens, " in capsys.readouterr().out
+
+
+def test_a_refused_message_is_none_of_the_history(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(broken="refused")
+    assert talk(server, monkeypatch, "one", "two") == 0
+    assert [len(body["messages"]) for body in server.asked] == [1, 1]
+    assert capsys.readouterr().err == "draftsmith: error: too long\n" * 2
+
+
+def test_a_server_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:9"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "lists no models" in said and "check --url" in said
