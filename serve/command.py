@@ -11,37 +11,28 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
 import torch
 from fastapi import FastAPI
-from transformers.utils import logging as transformers_logging
 
-from draftsmith.drafters.target.device import (
-    default_threads,
-    device_of,
-    load_target,
-    weight_dtype,
-)
+from draftsmith.drafters.target.device import default_threads, device_of, weight_dtype
 from draftsmith.drafters.target.sharded import LEADER, Channel
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.lock import sigterm_ends
 from draftsmith.progress import set_up_logging
 from draftsmith.record import Sink
-from draftsmith.serve.config import LearningOptions, ServeConfig
+from draftsmith.serve.config import ServeConfig
 from draftsmith.serve.config_checks import check
-from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.listen import HttpServer, create_app
-from draftsmith.serve.load import LoadedDraft, load_adapters, load_drafter, load_fallback
+from draftsmith.serve.load import LoadedDraft, MakeSink, load_engine, load_served_target
 from draftsmith.serve.metrics.dashboard import EVERY_S, History, Source
 from draftsmith.serve.metrics.log_line import StatsLog
 from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.warm_up import warm_up
-from draftsmith.serve.watch import VersionWatcher
+from draftsmith.serve.watch import watch_versions
 
 log = logging.getLogger(__name__)
-
-MakeSink = Callable[[ServeConfig, Target], Sink]
 
 
 def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
@@ -56,14 +47,7 @@ def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
     if config.tensor_parallel > 1:
         return run_sharded(config, make_sink)
     listener = bind(config.host, config.port)
-    target = load_target(
-        config.target,
-        dtype=config.dtype,
-        device=config.device,
-        max_length=config.max_length,
-        trust_remote_code=config.trust_remote_code,
-    )
-    serve_target(config, target, listener, make_sink)
+    serve_target(config, load_served_target(config), listener, make_sink)
     return 0
 
 
@@ -104,19 +88,7 @@ def serve_target(
     config: ServeConfig, target: Target, listener: socket.socket, make_sink: MakeSink | None
 ) -> None:
     """Load the draft, build the engine, and serve both until the process is stopped."""
-    adapters = load_adapters(config, target)
-    draft = load_drafter(config, target)
-    learns = config.learn is not None
-    sink = make_sink(config, target) if learns and make_sink is not None else None
-    engine = build_engine(
-        target,
-        draft.drafter,
-        config.engine_config(),
-        sink=sink,
-        draft_version=draft.version,
-        fallback=load_fallback(config),
-        adapters=adapters,
-    )
+    engine, draft, sink = load_engine(config, target, make_sink)
     warm_up(engine)
     serve(config, engine, listener, draft=draft, sink=sink)
 
@@ -184,21 +156,6 @@ def repeated(look: Callable[[], object], every_s: float, name: str) -> Iterator[
         yield
     finally:
         stopped.set()
-
-
-def watch_versions(
-    learning: LearningOptions, loop: EngineLoop, draft: LoadedDraft
-) -> VersionWatcher:
-    # A swap is one line of the log: no bar for every version that is read.
-    transformers_logging.disable_progress_bar()
-    assert learning.versions is not None
-    return VersionWatcher(
-        loop,
-        learning.versions,
-        poll_s=learning.poll_s,
-        serving=draft.number,
-        refused=draft.refused,
-    ).start()
 
 
 def http_server(app: FastAPI, server: Server, listener: socket.socket) -> HttpServer:

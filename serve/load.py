@@ -1,9 +1,10 @@
-"""Loading of the served pair: the target, the draft that the options
-name, and the fallback of a failed draft."""
+"""Loading of what is served, over HTTP and in Python: the target, the draft that the options name,
+the fallback of a failed draft, and the engine of them."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -13,16 +14,60 @@ from draftsmith.drafters.checkpoint import load, load_draft
 from draftsmith.drafters.config import named_folders
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.adapters import Adapters
-from draftsmith.drafters.target.device import DTYPES
+from draftsmith.drafters.target.device import DTYPES, load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.versions import open_live
 from draftsmith.errors import UserError
+from draftsmith.record import Sink
 from draftsmith.serve.config import ServeConfig, ServedLookup
+from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.engine import EngineCore
 
 log = logging.getLogger(__name__)
+MakeSink = Callable[[ServeConfig, Target], Sink]
+
+
+class LoadedEngine(NamedTuple):
+    engine: EngineCore
+    draft: LoadedDraft
+    sink: Sink | None  # of its records; to be closed after it
+
+
+def load_served_target(config: ServeConfig) -> Target:
+    return load_target(
+        config.target,
+        dtype=config.dtype,
+        device=config.device,
+        max_length=config.max_length,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def load_engine(
+    config: ServeConfig,
+    target: Target,
+    make_sink: MakeSink | None = None,
+    drafter: ServingDrafter | None = None,
+) -> LoadedEngine:
+    """The engine that the options name, not warmed up. `make_sink` is called when they ask to
+    learn; `drafter` takes the place of their draft."""
+    adapters = load_adapters(config, target)
+    draft = load_drafter(config, target, drafter)
+    learns = config.learn is not None
+    sink = make_sink(config, target) if learns and make_sink is not None else None
+    engine = build_engine(
+        target,
+        draft.drafter,
+        config.engine_config(),
+        sink=sink,
+        draft_version=draft.version,
+        fallback=load_fallback(config),
+        adapters=adapters,
+    )
+    return LoadedEngine(engine, draft, sink)
 
 
 def load_adapters(config: ServeConfig, target: Target) -> Adapters | None:
@@ -36,12 +81,15 @@ class LoadedDraft(NamedTuple):
     refused: str = ""  # why the live version of that folder is not the one
 
 
-def load_drafter(config: ServeConfig, target: Target) -> LoadedDraft:
+def load_drafter(
+    config: ServeConfig, target: Target, drafter: ServingDrafter | None = None
+) -> LoadedDraft:
     """Load n-grams where `ngram` is given, else the trained draft, suffix decoding beside it or
-    alone, or nothing."""
+    alone, or nothing. `drafter` takes the place of the trained draft."""
     if config.ngram:
         return LoadedDraft(ngrams(config), "0", None)
-    loaded = load_trained(config, target)
+    own = None if drafter is None else LoadedDraft(drafter, "0", None)
+    loaded = own or load_trained(config, target)
     if not config.suffix:
         return loaded
     text = Suffix(config.suffix_options())

@@ -11,6 +11,8 @@ import logging
 import threading
 from pathlib import Path
 
+from transformers.utils import logging as transformers_logging
+
 from draftsmith.drafters.pool import DraftPool, pool_root, read_pool
 from draftsmith.drafters.versions import (
     Canary,
@@ -23,9 +25,11 @@ from draftsmith.drafters.versions import (
 from draftsmith.errors import UserError
 from draftsmith.files import Signature, signature
 from draftsmith.kernels.dispatch import use_device
+from draftsmith.serve.config import LearningOptions
 from draftsmith.serve.drafts.served import PROBE
 from draftsmith.serve.drafts.swap import SwapLate
 from draftsmith.serve.engine.loop import EngineLoop
+from draftsmith.serve.load import LoadedDraft
 from draftsmith.serve.requests.request import CANARY, LIVE, class_draft, shown
 
 log = logging.getLogger(__name__)
@@ -223,3 +227,18 @@ class VersionWatcher:
                 # next one has to be seen.
                 if self._is_new(repr(error)):
                     log.exception("the versions folder cannot be followed; the served drafts stay")
+
+
+def watch_versions(
+    learning: LearningOptions, loop: EngineLoop, draft: LoadedDraft
+) -> VersionWatcher:
+    # A swap is one line of the log: no bar for every version that is read.
+    transformers_logging.disable_progress_bar()
+    assert learning.versions is not None
+    return VersionWatcher(
+        loop,
+        learning.versions,
+        poll_s=learning.poll_s,
+        serving=draft.number,
+        refused=draft.refused,
+    ).start()

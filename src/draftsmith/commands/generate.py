@@ -93,17 +93,9 @@ def answers_of(target: Target, longest: int, config: GenerateConfig) -> EngineAn
         longest: most tokens of a prompt and its answer. Raises `UserError` where the memory for
             keys and values does not hold them.
     """
-    from draftsmith.serve.engine.build import build_engine
-    from draftsmith.serve.load import load_drafter
+    from draftsmith.serve.load import load_engine
 
-    served = config.served(longest)
-    draft = load_drafter(served, target)
-    engine = build_engine(
-        target,
-        draft.drafter,
-        served.engine_config(),
-        draft_version=draft.version,
-    )
+    engine, draft, _ = load_engine(config.served(longest), target)
     if engine.max_length < longest:
         raise UserError(
             f"the longest prompt and its answer are {longest} tokens and the memory for keys and "

@@ -15,11 +15,11 @@ from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.serve.command import watch_versions
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.load import load_drafter
+from draftsmith.serve.watch import watch_versions
 
 
 @pytest.fixture
