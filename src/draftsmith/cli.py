@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from draftsmith import config as configuration
 from draftsmith.commands.arguments import collect, parse, parser_for
-from draftsmith.commands.table import COMMANDS, load
-from draftsmith.errors import UserError, check_extra, extra_of, first_line, missing
+from draftsmith.commands.table import COMMANDS, load, start
+from draftsmith.errors import UserError, first_line
 from draftsmith.files import is_full
-from draftsmith.progress import say_loading, set_up_logging
+from draftsmith.progress import set_up_logging
 from draftsmith.version import __version__
 
 
@@ -65,29 +65,15 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(
             configuration.unknown_key(name, list(COMMANDS)).replace("option", "command")
         )
-    processes = os.environ.get("WORLD_SIZE") or "1"
-    if COMMANDS[name].alone and processes != "1":
-        raise UserError(
-            f"WORLD_SIZE is {processes}, but {name} is one process; start it without a launcher"
-        )
     cls = load(COMMANDS[name].config)
     parser = parser_for(name, cls)
     arguments = parse(parser, argv[1:])
     config = configuration.build(cls, collect(cls, arguments))
-    check_extra(name, COMMANDS[name].extra)
     if (form := getattr(config, "log_format", None)) is not None:
         set_up_logging(form)
     # It says at import what it found, and accelerate imports it to save a model.
     logging.getLogger("DeepSpeed").addFilter(is_error)
-    if COMMANDS[name].loads:
-        say_loading()
-    try:
-        return int(load(COMMANDS[name].run)(config) or 0)
-    except ModuleNotFoundError as error:
-        extra = extra_of(error.name)
-        if extra is None:
-            raise
-        raise missing(name, str(error.name).split(".")[0], extra) from error
+    return start(name, config)
 
 
 def is_error(record: logging.LogRecord) -> bool:

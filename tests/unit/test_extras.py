@@ -119,8 +119,8 @@ def test_a_package_missed_on_the_way_is_one_sentence_too(
 
         return run if reference.endswith(":run") else load.real(reference)
 
-    load.real = cli.load  # type: ignore[attr-defined]
-    monkeypatch.setattr(cli, "load", load)
+    load.real = table.load  # type: ignore[attr-defined]
+    monkeypatch.setattr(table, "load", load)
     assert cli.main(["doctor", "--target", "t"]) == 2
     package = module.split(".")[0]
     assert capsys.readouterr().err == (

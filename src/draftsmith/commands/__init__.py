@@ -1,7 +1,7 @@
 """Commands of `draftsmith`: the table of them, their flags, and those that join two code folders.
 
 Files in reading order:
-- `table`: every command with its options, its function and its extra
+- `table`: every command with its options, its function and its extra, and its start
 - `peers`: names of options in vLLM, transformers and speculators
 - `arguments`: flags from a configuration dataclass; values from recipes, overrides and flags
 - `generate`: the dataset of answers, joined to the engine that writes and drafts them

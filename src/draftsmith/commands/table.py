@@ -1,9 +1,14 @@
-"""Table of the commands. Torch-free: modules are named here and imported when a command runs."""
+"""Table of the commands, and their start. Torch-free: modules are named here and imported when a
+command runs."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any, NamedTuple
+
+from draftsmith.errors import UserError, check_extra, extra_of, missing
+from draftsmith.progress import say_loading
 
 
 class Command(NamedTuple):
@@ -152,3 +157,23 @@ COMMANDS = {
 def load(reference: str) -> Any:
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def start(name: str, config: Any, **more: Any) -> int:
+    """Exit status of a command, run with its options; `more` is what its function takes beside
+    them. Raises `UserError`, for a missing package too."""
+    processes = os.environ.get("WORLD_SIZE") or "1"
+    if COMMANDS[name].alone and processes != "1":
+        raise UserError(
+            f"WORLD_SIZE is {processes}, but {name} is one process; start it without a launcher"
+        )
+    check_extra(name, COMMANDS[name].extra)
+    if COMMANDS[name].loads:
+        say_loading()
+    try:
+        return int(load(COMMANDS[name].run)(config, **more) or 0)
+    except ModuleNotFoundError as error:
+        extra = extra_of(error.name)
+        if extra is None:
+            raise
+        raise missing(name, str(error.name).split(".")[0], extra) from error
