@@ -3,34 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
+import reprlib
+import socket
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, ClassVar
 
-from draftsmith.drafters.checkpoint import load_draft
-from draftsmith.drafters.config import Pair, check_draft_options
+import torch
+
+from draftsmith.chats import Message, conversation_of, source_of
+from draftsmith.config import build
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.target.device import device_of, weight_dtype
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine.build import build_engine
+from draftsmith.kernels.products.fast_types import name_of
+from draftsmith.progress import announce, duration
+from draftsmith.serve.config import HttpOptions, ServeConfig
+from draftsmith.serve.config_checks import check
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.http.tokens import completion_prompts
-from draftsmith.serve.requests.request import Completion, FinishReason, Request, Update
+from draftsmith.serve.http.tokens import TokenPrompt, completion_prompts, conversation_prompt
+from draftsmith.serve.load import MakeSink, load_engine, load_served_target
+from draftsmith.serve.requests.request import (
+    Completion,
+    FinishReason,
+    Request,
+    RequestOptions,
+    Update,
+)
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.warm_up import warm_up
+from draftsmith.serve.watch import watch_versions
 
 Prompts = str | list[str] | list[int] | list[list[int]]
+Conversation = Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
+# Options of `draftsmith serve` that mean nothing without its port and its processes.
+OF_SERVER = (*(one.name for one in fields(HttpOptions)), "tensor_parallel")
 
 
 class Engine:
     """A target and at most one draft, ready to answer; lossless, whatever the draft.
 
-        with Engine("path/to/target", draft="path/to/draft") as engine:
+        with Engine("path/to/target", draft="path/to/draft", k=3) as engine:
             for completion in engine.generate(["Once upon a time", "def main("],
             SamplingParams(max_tokens=64)):
                 print(completion.text)
@@ -39,75 +59,108 @@ class Engine:
 
     Args:
         target: a local folder or Hub id.
-        draft: a draft checkpoint, a drafter made elsewhere (`Ngram()`, say), or None for no
-        speculation.
-        draft_revision, draft_dtype, heterogeneous_vocab: of a draft checkpoint, as the flags of
-        `draftsmith serve`.
-        config: options of the engine, flags of `draftsmith serve`.
-        trust_remote_code: run Python code that a model's folder brings (`auto_map`); off, a model
-        that needs it is refused.
-        dtype: the weights' type; "auto" is the checkpoint's own, on a CPU wherever it is fast at
-        that, else float32.
-        device: torch's name of it; by default the first CUDA device, else the CPU.
+        draft: a draft checkpoint, a drafter made elsewhere (`Ngram()`, say), or None.
+        options: those of `draftsmith serve` by their names (`k=3`, `suffix=True`, `dtype`,
+        `max_batch`, `learn`, ...), but `OF_SERVER`.
     """
+
+    make_sink: ClassVar[MakeSink | None] = None  # for `learn`; this package stores no records
 
     def __init__(
         self,
         target: str | Path,
         draft: str | Path | ServingDrafter | None = None,
-        *,
-        draft_revision: str | None = None,
-        draft_dtype: str = "auto",
-        heterogeneous_vocab: bool = False,
-        config: EngineConfig | None = None,
-        trust_remote_code: bool = False,
-        dtype: str = "auto",
-        device: str | None = None,
+        **options: Any,
     ):
-        pair = Pair(
-            draft=str(draft) if isinstance(draft, (str, Path)) else None,
-            draft_revision=draft_revision,
-            draft_dtype=draft_dtype,
-            heterogeneous_vocab=heterogeneous_vocab,
-        )
-        check_draft_options(pair)
-        place = device_of(device)
-        loaded = Target.load(
-            target,
-            dtype=weight_dtype(dtype, place, target, trust_remote_code=trust_remote_code),
-            device=place,
-            max_length=None if config is None else config.max_length,
-            trust_remote_code=trust_remote_code,
-        )
-        drafter = load_draft(pair, loaded) if isinstance(draft, (str, Path)) else draft
+        begun_s = time.monotonic()
+        config = configured(target, draft, options)
+        if config.learn is not None and Engine.make_sink is None:
+            raise UserError("learn is given but nothing stores records here; use draftsmith.Engine")
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        loaded = load_served_target(config)
         self._tokenizer = loaded.tokenizer()
-        version = "" if drafter is None else "0"
-        engine = build_engine(loaded, drafter, config or EngineConfig(), draft_version=version)
-        warm_up(engine)
-        self._loop = EngineLoop(engine).start()
+        drafter = None if isinstance(draft, str | Path) else draft
+        engine, served, sink = load_engine(config, loaded, Engine.make_sink, drafter)
+        with ExitStack() as services:  # ended in reverse order
+            if sink is not None:
+                services.callback(sink.close)
+            warm_up(engine)
+            self._loop = EngineLoop(engine).start()
+            services.callback(self._loop.close)
+            if config.versions is not None:
+                services.callback(watch_versions(config, self._loop, served).stop)
+            self._services = services.pop_all()
+        announce(f"ready after {duration(time.monotonic() - begun_s)}")
 
-    def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
+    def __repr__(self) -> str:
+        engine, target = self._loop.engine, self.target
+        k = "auto" if engine.config.adaptive else engine.config.k
+        drafts = "no draft" if engine.drafter is None else f"{engine.drafter.family} draft, k={k}"
+        ended = "" if self._loop.healthy else ", closed"
+        where = f"{name_of(target.dtype)} on {target.device}"
+        return f"<Engine of {target.name!r}: {where}, {drafts}{ended}>"
+
+    def generate(
+        self, prompts: Prompts, params: Params = None, *, adapter: str = ""
+    ) -> list[Completion]:
         """One completion per prompt, in order. A prompt is text or token ids; `params` are for all
-        prompts, or a list with one entry per prompt.
+        prompts, or a list with one entry per prompt. `adapter` is one of `lora`.
 
         Raises:
             UserError: a parameter that cannot be honoured exactly.
         """
-        with closing(self._streams(prompts, params)) as streams:
+        with closing(self._streams(prompts, params, adapter)) as streams:
             return [stream.result() for stream in streams]
 
-    async def generate_async(self, prompts: Prompts, params: Params = None) -> list[Completion]:
+    async def generate_async(
+        self, prompts: Prompts, params: Params = None, *, adapter: str = ""
+    ) -> list[Completion]:
         """`generate` as a coroutine."""
-        with closing(self._streams(prompts, params)) as streams:
+        with closing(self._streams(prompts, params, adapter)) as streams:
             return [await stream.result_async() for stream in streams]
 
-    def _streams(self, prompts: Prompts, params: Params) -> Generator[Stream, None, None]:
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        adapter: str = "",
+    ) -> list[Completion]:
+        """`generate` for the messages of one conversation, or of each of several, as
+        /v1/chat/completions reads them by the target's chat template."""
+        chats = conversations(messages)
+        if not chats:
+            raise UserError(
+                f"messages are {reprlib.repr(messages)}; give a list of messages, each with role "
+                "and content, or several such lists"
+            )
+        source, prompts = source_of(self._tokenizer.chat_template), []
+        for number, each in enumerate(chats, start=1):
+            where = "messages" if len(chats) == 1 else f"messages of conversation {number}"
+            row = {"messages": each, "chat_template_kwargs": chat_template_kwargs}
+            chat = conversation_of(row, where, source)
+            prompt = conversation_prompt(
+                chat.messages,
+                self._tokenizer,
+                variables=chat.variables,
+                continue_final_message=continue_final_message,
+                where=where,
+            )
+            prompts.append(prompt.tokens)
+        return self.generate(prompts, params, adapter=adapter)
+
+    def _streams(
+        self, prompts: Prompts, params: Params, adapter: str
+    ) -> Generator[Stream, None, None]:
         """Streams of all prompts in order, each given when the queue has no room for more; what has
         not ended is cancelled with the generator."""
         window: deque[Stream] = deque()
         try:
             for prompt, own in self._inputs(prompts, params):
-                window.append(self.stream(prompt, own))
+                window.append(self.stream(prompt, own, adapter=adapter))
                 if len(window) == self._loop.engine.config.max_queue:
                     yield window.popleft()
             while window:
@@ -116,18 +169,27 @@ class Engine:
             for stream in window:
                 stream.close()
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str = "",
+    ) -> Stream:
         """Updates of one request as they come, by `for` or `async for`; closing the stream or
         leaving the loop early cancels the request."""
-        (parsed,) = completion_prompts(
-            prompt if isinstance(prompt, str) else list(prompt), self._tokenizer
-        )
-        return Stream(self._loop, parsed.tokens, params or SamplingParams())
+        (parsed,) = self._tokens(prompt if isinstance(prompt, str) else list(prompt))
+        return Stream(self._loop, parsed.tokens, params or SamplingParams(), adapter)
+
+    def _tokens(self, prompts: Prompts) -> list[TokenPrompt]:
+        if conversations(prompts):
+            raise UserError("the prompt holds messages of a chat; give them to Engine.chat")
+        return completion_prompts(prompts, self._tokenizer)
 
     def _inputs(
         self, prompts: Prompts, params: Params
     ) -> list[tuple[Sequence[int], SamplingParams]]:
-        parsed = completion_prompts(prompts, self._tokenizer)
+        parsed = self._tokens(prompts)
         own = (
             [params or SamplingParams()] * len(parsed)
             if not isinstance(params, Sequence)
@@ -146,7 +208,7 @@ class Engine:
 
     def close(self) -> None:
         """End running requests. The weights are freed with the object."""
-        self._loop.close()
+        self._services.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -155,15 +217,44 @@ class Engine:
         self.close()
 
 
+def configured(
+    target: str | Path, draft: str | Path | ServingDrafter | None, options: Mapping[str, Any]
+) -> ServeConfig:
+    """The options as `draftsmith serve` checks them."""
+    if needless := sorted(options.keys() & set(OF_SERVER)):
+        raise UserError(
+            f"option {needless[0]!r} is of the server alone; leave it out, or start draftsmith "
+            "serve"
+        )
+    named = draft if draft is None or isinstance(draft, str | Path) else draft.family
+    place = f"{socket.gethostname()}:{os.getpid()}"
+    given = {"target": target, "draft": named, "engine_name": place} | dict(options)
+    config = build(ServeConfig, given)
+    check(config)
+    return config
+
+
+def conversations(given: Any) -> list[Conversation]:
+    """`given` as conversations, which are lists of messages: one, or several; none where it holds
+    something else."""
+    items = list(given) if isinstance(given, list | tuple) else []
+    if items and isinstance(items[0], Mapping):
+        items = [items]
+    held = (isinstance(one, list | tuple) and one and isinstance(one[0], Mapping) for one in items)
+    return items if all(held) else []
+
+
 class Stream:
     """The updates of one request, for one reader."""
 
-    def __init__(self, loop: EngineLoop, prompt: Sequence[int], params: SamplingParams):
+    def __init__(
+        self, loop: EngineLoop, prompt: Sequence[int], params: SamplingParams, adapter: str = ""
+    ):
         self._loop = loop
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         self._wake: Callable[[], object] | None = None
         self._done = False
-        self.request = loop.submit(prompt, params, self._take)
+        self.request = loop.submit(prompt, params, self._take, RequestOptions(adapter=adapter))
 
     def __iter__(self) -> Iterator[Update]:
         try:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.chats import rendered, request_variables
-from draftsmith.errors import UserError
+from draftsmith.chats import request_variables
 from draftsmith.serve.http.bodies import ConversationBody
 from draftsmith.serve.http.protocol import ChatRequest
 from draftsmith.serve.http.responses import (
@@ -19,7 +18,7 @@ from draftsmith.serve.http.responses import (
     finite,
 )
 from draftsmith.serve.http.server import Server
-from draftsmith.serve.http.tokens import TokenPrompt, check_length, encode
+from draftsmith.serve.http.tokens import TokenPrompt, conversation_prompt
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, Thinking, joined, thinking_after
@@ -88,24 +87,16 @@ def chat_prompt(
     most_characters: int | None = None,
 ) -> TokenPrompt:
     """Prompt of a conversation; `tools` as chat templates take them."""
-    tokenizer, prompts_answer = server.tokenizer, not body.continue_final_message
-    if tokenizer.chat_template is None:
-        raise UserError(
-            "messages need a chat template, which this model's tokenizer has not; use "
-            "/v1/completions"
-        )
-    text = rendered(
+    return conversation_prompt(
         [message.plain() for message in body.messages],
-        tokenizer,
+        server.tokenizer,
         tools=tools,
-        add_generation_prompt=prompts_answer
-        if body.add_generation_prompt is None
-        else body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs if variables is None else variables,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
+        most_characters=most_characters,
     )
-    check_length(text, most_characters)
-    return TokenPrompt(encode(text, tokenizer, add_special_tokens=body.add_special_tokens), text)
 
 
 @dataclass

@@ -251,7 +251,7 @@ def speculation_report(stats: SpeculationStats, k: int, *, level: Level) -> dict
         "num_spec_tokens": deepest,
         "num_target_passes": stats.num_passes,
         "num_committed_tokens": stats.num_committed,
-        "tau": sum(stats.committed) / drafts if drafts else None,
+        "tau": stats.tau,
     }
     if level == "detailed":
         body["per_step_accepted"] = stats.accepted

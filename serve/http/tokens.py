@@ -11,6 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from draftsmith.chats import Message, rendered
 from draftsmith.errors import UserError
 from draftsmith.text_stream import BROKEN
 
@@ -40,6 +41,41 @@ def completion_prompts(
         else TokenPrompt(list(item), None)
         for item in items
     ]
+
+
+def conversation_prompt(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    variables: dict[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    add_special_tokens: bool = False,
+    most_characters: int | None = None,
+    where: str = "messages",
+) -> TokenPrompt:
+    """Prompt of plain messages by the tokenizer's chat template, whose own `variables` are given.
+    It asks for an answer by default, unless the final message is continued. `where` names
+    the messages in errors."""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{where} need a chat template, which this model's tokenizer has not; give the prompt "
+            "as text, to /v1/completions over HTTP"
+        )
+    text = rendered(
+        messages,
+        tokenizer,
+        tools=tools,
+        add_generation_prompt=not continue_final_message
+        if add_generation_prompt is None
+        else add_generation_prompt,
+        continue_final_message=continue_final_message,
+        variables=variables,
+        where=where,
+    )
+    check_length(text, most_characters)
+    return TokenPrompt(encode(text, tokenizer, add_special_tokens=add_special_tokens), text)
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[int]:

@@ -92,6 +92,11 @@ class SpeculationStats:
     own_reached: int = 0
     own_kept: int = 0
 
+    @property
+    def tau(self) -> float | None:
+        """Tokens per pass of those that verified drafted ones; None without any."""
+        return sum(self.committed) / len(self.committed) if self.committed else None
+
     def add(self, offered: int, accepted: int, committed: int, *, own: bool) -> None:
         """`own`: its own draft drafted."""
         self.num_passes += 1
@@ -309,6 +314,12 @@ class Completion:
     logprobs: list[TokenLogprob]
     prompt_logprobs: list[TokenLogprob]  # of prompt[1:], if asked for
     speculation: SpeculationStats
+
+    def __repr__(self) -> str:
+        tau = self.speculation.tau
+        drafted = "" if tau is None else f", tau={tau:.2f}"
+        reason, count = self.finish_reason.value, len(self.tokens)
+        return f"Completion({self.text!r}, finish_reason={reason!r}, {count} tokens{drafted})"
 
     @classmethod
     def of(cls, request: Request) -> Completion:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import draftsmith
 from draftsmith import Engine, SamplingParams
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
-from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.requests.request import FinishReason
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -24,9 +28,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 @pytest.fixture(scope="module")
 def engine(tiny_target: Callable[..., str]) -> Iterator[Engine]:
-    with Engine(
-        tiny_target("llama"), draft=Ngram(min_n=1, max_n=3), config=EngineConfig(max_queue=4)
-    ) as engine:
+    with Engine(tiny_target("llama"), draft=Ngram(min_n=1, max_n=3), max_queue=4, k=3) as engine:
         yield engine
 
 
@@ -103,6 +105,97 @@ def test_what_cannot_be_honoured_is_refused(engine: Engine) -> None:
     with pytest.raises(UserError, match="leave"):
         engine.generate("x", SamplingParams(max_tokens=10_000))
     assert engine.generate([[5]], GREEDY)[0].finish_reason is FinishReason.LENGTH
+
+
+CHAT = [{"role": "user", "content": "def draft("}]
+
+
+def test_a_chat_is_prompted_as_the_server_prompts_it(engine: Engine) -> None:
+    tokenizer = engine.target.tokenizer()
+    turns = [*CHAT, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "go"}]
+    (alone,) = engine.chat(CHAT, GREEDY)
+    both = engine.chat([CHAT, turns], GREEDY)
+    assert [one.prompt for one in both] == [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        for chat in (CHAT, turns)
+    ]
+    assert both[0].tokens == alone.tokens == engine.generate([alone.prompt], GREEDY)[0].tokens
+    (continued,) = engine.chat(turns[:2], GREEDY, continue_final_message=True)
+    assert tokenizer.decode(continued.prompt).endswith("<assistant>ok")
+
+
+def test_chats_and_prompts_are_told_apart(engine: Engine) -> None:
+    for chat in (CHAT, [CHAT, CHAT]):
+        with pytest.raises(UserError, match=r"messages of a chat; give them to Engine\.chat"):
+            engine.generate(chat, GREEDY)
+    with pytest.raises(UserError, match=r"give them to Engine\.chat"):
+        engine.stream(CHAT, GREEDY)
+    for wrong in ("hello", [], [5, 6], [CHAT, []]):
+        with pytest.raises(UserError, match="give a list of messages, each with role and content"):
+            engine.chat(wrong, GREEDY)
+    with pytest.raises(UserError, match="messages of conversation 2 is no conversation"):
+        engine.chat([CHAT, [{"content": "no role"}]], GREEDY)
+
+
+def test_an_engine_and_its_answers_can_be_read(engine: Engine) -> None:
+    name = engine.target.name
+    assert repr(engine) == f"<Engine of {name!r}: float32 on cpu, ngram draft, k=3>"
+    (answer,) = engine.generate([[7, 8, 9] * 5], GREEDY)
+    assert re.fullmatch(
+        r"Completion\('.*', finish_reason='length', 12 tokens, tau=\d\.\d\d\)", repr(answer)
+    )
+    (plain,) = engine.generate([[7, 8, 9]], SamplingParams(max_tokens=2, ignore_eos=True, k=0))
+    assert repr(plain).endswith("2 tokens)")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_bach": 2}, "unknown option 'max_bach'; did you mean 'max_batch'?"),
+        ({"max_batch": 0}, "'max_batch' is 0; it must be at least 1"),
+        ({"tree": "dynamic"}, "tree dynamic is given without draft or versions"),
+        ({"ngram": True, "suffix": True}, "ngram is given with suffix"),
+        ({"port": 8001}, "option 'port' is of the server alone; leave it out"),
+        ({"tensor_parallel": 2}, "'tensor_parallel' is of the server alone"),
+        ({"draft_dtype": "float32"}, "draft_dtype is given without a draft"),
+    ],
+)
+def test_options_are_those_of_serve(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        Engine("nowhere", **options)
+
+
+def test_drafts_from_text_and_auto_k_come_by_their_options(tiny_target: Callable[..., str]) -> None:
+    with Engine(tiny_target("llama"), suffix=True, k="auto", compile="off") as engine:
+        assert repr(engine).endswith("suffix draft, k=auto>")
+    assert repr(engine).endswith("closed>")
+
+
+def test_weights_that_are_no_numbers_are_refused(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_target("llama"), tmp_path / "lost")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"NaN or infinite weights, first in row 3 of .*norm"):
+        Engine(folder)
+
+
+def test_a_wait_says_what_it_is_for_where_somebody_watches(
+    tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    Engine(tiny_target("llama")).close()
+    assert "loading" not in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    Engine(tiny_target("llama")).close()
+    said = re.findall(r"^draftsmith: (\w+)", capsys.readouterr().err, re.MULTILINE)
+    assert [word for word in said if word != "dtype"] == [
+        "loading",
+        "probing",
+        "capturing",
+        "ready",
+    ]
 
 
 def test_the_package_names_load_late() -> None:

@@ -1,9 +1,15 @@
-"""`draftsmith serve` with learning: joins the server, which hands out round records, to the buffer,
-which stores them."""
+"""`draftsmith serve` with learning: joins the server, or an engine in Python, which hands out round
+records, to the buffer, which stores them."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from draftsmith.serve.config import ServeConfig
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.target.target import Target
+    from draftsmith.record import Sink
 
 
 def run(config: ServeConfig) -> int:
@@ -15,26 +21,26 @@ def run(config: ServeConfig) -> int:
         check(config)
         return launch(config)
 
-    from draftsmith.distill.buffer.process import ProcessWriter, WriterJob
     from draftsmith.distill.buffer.redaction import load_hook
-    from draftsmith.drafters.target.target import Target
-    from draftsmith.record import Sink
     from draftsmith.serve.command import run as serve
 
     if config.redact is not None:
         load_hook(config.redact)  # refused here where it cannot be loaded
-
-    def make_sink(config: ServeConfig, target: Target) -> Sink:
-        assert config.learn is not None
-        return ProcessWriter(
-            WriterJob(
-                buffer=config.learn,
-                share=config.learn_share,
-                distributions=config.learn_distributions,
-                redact=config.redact,
-                tokenizer=target.name,
-                trust_remote_code=target.trust_remote_code,
-            )
-        )
-
     return serve(config, make_sink)
+
+
+def make_sink(config: ServeConfig, target: Target) -> Sink:
+    """Writer of the buffer that the options name."""
+    from draftsmith.distill.buffer.process import ProcessWriter, WriterJob
+
+    assert config.learn is not None
+    return ProcessWriter(
+        WriterJob(
+            buffer=config.learn,
+            share=config.learn_share,
+            distributions=config.learn_distributions,
+            redact=config.redact,
+            tokenizer=target.name,
+            trust_remote_code=target.trust_remote_code,
+        )
+    )

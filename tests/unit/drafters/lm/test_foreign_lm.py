@@ -100,7 +100,7 @@ def test_it_is_taken_when_the_user_says_so(foreign, target):
     check(config)
     served = load_drafter(config, target).drafter
     assert isinstance(served, ForeignLm) and served.model.dtype == torch.bfloat16
-    with PythonEngine(target.name, **options, config=EngineConfig(k=2, compile="off")) as made:
+    with PythonEngine(target.name, **options, k=2, compile="off") as made:
         (answer,) = made.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
     assert sum(answer.speculation.offered) > 0
     findings = {
