@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from draftsmith.lock import folder_lock
 from draftsmith.train import resolve
@@ -11,8 +13,11 @@ from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.quiet import quiet
 
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
-def run(config: TrainConfig) -> int:
+
+def run(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> int:
     # Before the libraries, which take seconds to import: a wrong option is an error at once.
     resolve.check(config)
     RunFolder(config.out).check(config)
@@ -23,6 +28,6 @@ def run(config: TrainConfig) -> int:
         from draftsmith.drafters.target.sharded import leave_group
         from draftsmith.train.session import train
 
-        train(config)
+        train(config, callbacks)
         leave_group()
     return 0

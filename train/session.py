@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 from draftsmith.config import to_dict
@@ -51,10 +52,12 @@ class Material(NamedTuple):
     corpus: Mixture
 
 
-def train(config: TrainConfig) -> None:
+def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
     material = prepare(config)
     drafter = new_trainee_drafter(config, material)
     trainer = new_trainer(config, material, drafter, new_source(config, material, drafter.taps))
+    for callback in callbacks:
+        trainer.add_callback(callback)
     checkpoint_path = open_folder(config, material, trainer)
     keep_time(trainer)
     trainer.train(resume_from_checkpoint=checkpoint_path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.version import __version__
@@ -34,11 +35,26 @@ def _check_links(package: Path) -> None:
 
 _check_links(Path(__file__).parent)
 
+
+class _Function(ModuleType):
+    """A folder of code that is called as the command of its name: `draftsmith.train(...)`."""
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        """As the function of the same name in `draftsmith.commands.python`."""
+        name = self.__name__.rpartition(".")[2]
+        return getattr(import_module("draftsmith.commands.python"), name)(*given, **options)
+
+
+# The import of a folder would take the place of a function of that name.
+for _name in ("distill", "train"):
+    import_module(f"draftsmith.{_name}").__class__ = _Function
+
 if TYPE_CHECKING:
+    from draftsmith.commands.python import distill, train
     from draftsmith.serve.api import Engine
     from draftsmith.serve.sampling.params import SamplingParams
 
-__all__ = ["Engine", "SamplingParams", "__version__"]
+__all__ = ["Engine", "SamplingParams", "__version__", "distill", "train"]
 
 _HOMES = {"Engine": "draftsmith.serve.api", "SamplingParams": "draftsmith.serve.sampling.params"}
 

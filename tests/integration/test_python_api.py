@@ -205,6 +205,11 @@ def test_the_package_names_load_late() -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert draftsmith.Engine is Engine
+    assert all(callable(one) and one.__path__ for one in (draftsmith.train, draftsmith.distill))
+    with pytest.raises(UserError, match="unknown option 'step'; did you mean 'steps'"):
+        draftsmith.train("eagle3", "t", data="d", out="o", step=3)
+    with pytest.raises(UserError, match=r"unknown option 'learn\.rate'; did you mean 'learn\."):
+        draftsmith.distill("t", draft="d", buffer="b", versions="v", learn={"rate": 1})
     with pytest.raises(AttributeError, match="Motor"):
         draftsmith.Motor  # noqa: B018
 

@@ -16,6 +16,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json, write_json
+from tests.data_folders import rows_of, sampled_from, write_rows
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 
@@ -50,3 +51,17 @@ def test_serve_and_chat(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [repr(names["engine"]).replace(", closed", "")] == shown
     assert [message["role"] for message in names["messages"]] == ["user", "assistant", "user"]
     assert names["messages"][1]["content"] and " length 1." in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_train_and_learn(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = Target.load("target")
+    prompts = [[3 + number % 40, 5, 7 + number] for number in range(40)]
+    answers = target.answer(prompts, max_new_tokens=20, ignore_eos=True, temperature=1.0)
+    write_rows(folder / "data", rows_of(prompts, answers, held_out=range(3)), sampled_from(target))
+    names = run("python-train.md")
+    trained, learned = names["trained"], names["learned"]
+    assert set(trained.tau) == {0.0, 1.0} and min(trained.tau.values()) >= 1
+    assert trained.steps == 20 and trained.curves.is_file() and trained.metrics.is_file()
+    assert "step 20:" in capsys.readouterr().out
+    assert learned.updates >= 1 and (learned.folder / "model.safetensors").is_file()

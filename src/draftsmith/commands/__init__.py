@@ -12,6 +12,7 @@ Files in reading order:
 - `completion`: `completion`, a script for the shell, by shtab
 - `collect_env`: `collect-env`, what a bug report needs
 - `chat`: `chat`, a conversation with a server in the terminal
+- `python`: commands as Python functions
 
-`draftsmith.cli` alone imports this chapter.
+`draftsmith.cli` and the names of the package itself alone import this chapter.
 """
