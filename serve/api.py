@@ -23,7 +23,7 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.products.fast_types import name_of
-from draftsmith.progress import announce, duration
+from draftsmith.progress import duration, say
 from draftsmith.serve.config import HttpOptions, ServeConfig
 from draftsmith.serve.config_checks import check
 from draftsmith.serve.engine.loop import EngineLoop
@@ -91,7 +91,7 @@ class Engine:
             if config.versions is not None:
                 services.callback(watch_versions(config, self._loop, served).stop)
             self._services = services.pop_all()
-        announce(f"ready after {duration(time.monotonic() - begun_s)}")
+        say(f"ready after {duration(time.monotonic() - begun_s)}")
 
     def __repr__(self) -> str:
         engine, target = self._loop.engine, self.target
