@@ -9,8 +9,6 @@ import os
 import sys
 from datetime import datetime
 
-from tqdm.auto import tqdm
-
 LINE = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
 
 LOG_FORMATS = ("text", "json")
@@ -113,6 +111,8 @@ class Progress:
     def __init__(
         self, label: str, total: int, *, unit: str, start: int = 0, shows: bool = True
     ) -> None:
+        from tqdm.auto import tqdm  # late: the reference is made without it
+
         self.total = total
         draws = "ipykernel" in sys.modules or (
             not keeps_json()
