@@ -93,18 +93,19 @@ class Watch:
         return watched
 
     def row(self, proposal: RoundProposal, row: int, position: int) -> None:
-        length = int(proposal.usable[row])
-        assert proposal.logits is not None
+        _, lengths, q_logits, _ = proposal.drafts
+        length = int(lengths[row])
+        assert q_logits is not None
         if proposal.nodes is None:
             for depth in range(length):
-                self.compare(position + depth, depth, proposal.logits[row, depth])
+                self.compare(position + depth, depth, q_logits[row, depth])
             return
         parents, _, q_rows = proposal.nodes
         assert q_rows is not None
         depths: list[int] = []
         for parent in parents[row, :length].tolist():
             depths.append(0 if parent < 0 else depths[parent] + 1)
-            q = proposal.logits[q_rows[row, parent + 1]]
+            q = q_logits[q_rows[row, parent + 1]]
             self.compare(position + depths[-1], depths[-1], q)
 
     def compare(self, position: int, depth: int, q: torch.Tensor) -> None:
