@@ -261,8 +261,10 @@ def strange_alone(call: int, proposal: Proposal) -> Proposal:
 
 
 def too_long(call: int, proposal: Proposal) -> Proposal:
-    lengths = proposal.lengths + (1 if call % 3 == 1 else 0)
-    return replace(proposal, lengths=lengths)
+    """A token more than was asked for, in every third round."""
+    if call % 3 != 1:
+        return proposal
+    return replace(proposal, tokens=proposal.tokens.clamp(min=0), lengths=proposal.lengths + 1)
 
 
 def longer_than_they_are(call: int, proposal: Proposal) -> Proposal:
@@ -303,7 +305,7 @@ def test_a_bad_draft_slows_as_it_does_on_a_cpu(
     change: Change, cause: str | None, values: dict[str, Any], both: Callable[..., StandIn]
 ) -> None:
     """Found when the round's result is read: the same tokens, records and counts."""
-    counted = both("eagle3", values, change=change)
+    counted = both("eagle3", values, {**values, "k": 2}, change=change)
     fallbacks = both.expected.fallbacks  # type: ignore[attr-defined]
     assert counted.count("wait") == 1
     assert fallbacks.get(cause, 0) >= 2 if cause else not any(fallbacks.values())
