@@ -3,6 +3,8 @@ kept path becomes a chain."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.trees.nodes import NodeLayout, TreeSpan, tree_pass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import sent
-from draftsmith.kernels.verify.verdict import DraftTree
+from draftsmith.kernels.verify.verdict import DraftTree, depths
 from draftsmith.serve.engine.proposal import (
     BadProposal,
     DraftCheck,
@@ -26,6 +28,8 @@ from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.engine.verify import collapse_to_chain, move_kept, tried
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
+from tests import device_stand_in
+from tests.device_stand_in import on_device
 
 CPU = torch.device("cpu")
 
@@ -179,7 +183,9 @@ def test_keys_of_kept_nodes_move_in_all_rows_at_once() -> None:
 
 
 @pytest.mark.parametrize("parents", [[1, -1], [-2, 0], [-1, 1]])
-def test_malformed_trees_are_refused_row_by_row(parents: list[int]) -> None:
+def test_malformed_trees_are_refused_row_by_row(
+    parents: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     proposal = Proposal(
         tokens=torch.tensor([[1, 2], [3, 4]]),
         lengths=torch.tensor([2, 2]),
@@ -189,6 +195,17 @@ def test_malformed_trees_are_refused_row_by_row(parents: list[int]) -> None:
     found = check(proposal)
     assert found.checks == [DraftCheck.MALFORMED, DraftCheck.SOUND]
     assert found.chains == [[], [3, 4]] and found.parents == [[], [-1, 0]]
+    with device_stand_in.device(monkeypatch):
+        there = replace(
+            proposal,
+            tokens=on_device(proposal.tokens),
+            lengths=on_device(proposal.lengths),
+            parents=on_device(proposal.parents),
+        )
+        tree = checked(there, [2, 2], on_device(proposal.lengths), 5, trees=True).tree
+        # The pass has the nodes of both, and those of the first hang nowhere.
+        assert tree is not None and tree.lengths.tolist() == [2, 2]
+        assert depths(tree).tolist() == [[-1, -1], [0, 1]]
 
 
 def test_distributions_must_say_whose_they_are_and_have_mass() -> None:
