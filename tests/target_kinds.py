@@ -310,6 +310,8 @@ def page(version: str, outcomes: dict[str, Outcome]) -> str:
         "By transformers, from the configuration of the test: "
         + ", ".join(f"`{kind}`" for kind in absent) + ".",
         "",
+        "Image-text classes (Qwen-VL, Gemma 3, Llama 4, LLaVA and others) are served and trained for as the text models in them; images in a request are refused.",
+        "",
     ])  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def server(target: Target, live_server: Callable) -> Any:
     ("module", "name", "path", "body"),
     [
         ("http.completions", "completion_prompts", "/v1/completions", PROMPT),
-        ("http.chat", "rendered", "/v1/chat/completions", CHAT),
+        ("http.tokens", "rendered", "/v1/chat/completions", CHAT),
         ("http.completions", "bad_word_tokens", "/v1/completions", PROMPT),
         (
             "requests.input_processor",

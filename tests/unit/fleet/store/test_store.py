@@ -302,7 +302,7 @@ from draftsmith.fleet.store.store import VersionStore
 store = VersionStore(sys.argv[1])
 store.current(), store.wanted("a"), store.engines()
 ours = [name for name in sys.modules if name.startswith("draftsmith.")]
-base = ("draftsmith.version",)  # loaded by the package itself
+base = ("draftsmith.version", "draftsmith.train")  # loaded by the package itself
 base += ("draftsmith.files", "draftsmith.errors", "draftsmith.distill")
 base += ("draftsmith.prompts", "draftsmith.prompts.shares")
 base += ("draftsmith.distill.buffer", "draftsmith.distill.buffer.objects")

@@ -168,7 +168,7 @@ print([name for name in ("transformers", "pyarrow", "fsspec", "vllm") if name in
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
-    # The package itself loads version; the rest is settings, the ring to the writer,
+    # The package itself loads version, train and distill; the rest is settings, the ring to the writer,
     # distributions as records hold them, and a table of releases.
     folders = ["train", "train.export"]
     sampling = [f"kernels.sampling{part}" for part in ("", ".logged", ".top_tokens")]
@@ -177,7 +177,9 @@ print([name for name in ("transformers", "pyarrow", "fsspec", "vllm") if name in
     faults = f"{folders[-1]}.vllm_faults"
     base = [
         "child_process",
-        *settings,
+        *settings[:1],
+        "distill",
+        *settings[1:],
         *kernels,
         "record",
         "shared_ring",
