@@ -247,7 +247,9 @@ def test_a_target_spread_over_two_processes_trains_alike(
     sharding = () if recipe is None else ("--deepspeed", str(ROOT / f"recipes/{recipe}.json"))
     spread = (*flags, "--target-shares", "2", *sharding)
     finish(train("spread", *spread, family=family, processes=2))
-    same_run(metrics(tmp_path / "spread"), metrics(tmp_path / "one"))
+    *steps, evaluation = metrics(tmp_path / "one")
+    assert evaluation["eval_tau"] >= 1 and evaluation["step"] == 4
+    same_run(metrics(tmp_path / "spread"), steps)
 
 
 @pytest.mark.long
