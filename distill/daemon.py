@@ -122,6 +122,7 @@ class Daemon:
         while is_over and not stop.is_set() and not self.guarded(self.finish):
             stop.wait(self.config.poll_s)
         self.guarded(self.save)
+        self.show()
         self.status.event(
             f"stopped after {self.counters.updates} updates, version {self.shared.live.version} is "
             "live"

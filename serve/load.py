@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -58,15 +59,19 @@ def load_engine(
     draft = load_drafter(config, target, drafter)
     learns = config.learn is not None
     sink = make_sink(config, target) if learns and make_sink is not None else None
-    engine = build_engine(
-        target,
-        draft.drafter,
-        config.engine_config(),
-        sink=sink,
-        draft_version=draft.version,
-        fallback=load_fallback(config),
-        adapters=adapters,
-    )
+    with ExitStack() as unless_built:
+        if sink is not None:
+            unless_built.callback(sink.close)
+        engine = build_engine(
+            target,
+            draft.drafter,
+            config.engine_config(),
+            sink=sink,
+            draft_version=draft.version,
+            fallback=load_fallback(config),
+            adapters=adapters,
+        )
+        unless_built.pop_all()
     return LoadedEngine(engine, draft, sink)
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,14 @@ from safetensors.torch import load_file, save_file
 
 import draftsmith
 from draftsmith import Engine, SamplingParams
+from draftsmith.drafters import checkpoint
+from draftsmith.drafters.heads.eagle3 import Eagle3
+from draftsmith.drafters.options import Eagle3Options
+from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.serve.requests.request import FinishReason
+from tests.waiting import wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 README = Path(__file__).parents[2] / "README.md"
@@ -179,6 +185,37 @@ def test_weights_that_are_no_numbers_are_refused(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"NaN or infinite weights, first in row 3 of .*norm"):
         Engine(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"record_taps": 8, "ngram": True}, "record_taps"),
+        ({"redact": "no_such_module:mask", "ngram": True}, "no_such_module"),
+    ],
+)
+def test_an_engine_that_cannot_be_built_leaves_no_writer_behind(
+    options: dict[str, Any], says: str, tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(UserError, match=says):
+        Engine(tiny_target("llama"), learn=str(tmp_path / "buffer"), compile="off", **options)
+    wait_until(lambda: set(threading.enumerate()) <= before, 20)
+
+
+def test_a_learner_that_is_stopped_at_once_says_where_it_stands(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    target = Target.load(tiny_target("llama"))
+    checkpoint.save(Eagle3.create(Eagle3Options(), target, seed=0), tmp_path / "draft", target)
+    (tmp_path / "buffer").mkdir()
+    stop = threading.Event()
+    stop.set()
+    learned = draftsmith.distill(
+        target.name, draft=tmp_path / "draft", buffer=tmp_path / "buffer",
+        versions=tmp_path / "versions", stop=stop,
+    )  # fmt: skip
+    assert (learned.version, learned.updates, learned.published) == (1, 0, 0)
 
 
 def test_a_wait_says_what_it_is_for(

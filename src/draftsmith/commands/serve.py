@@ -21,19 +21,19 @@ def run(config: ServeConfig) -> int:
         check(config)
         return launch(config)
 
-    from draftsmith.distill.buffer.redaction import load_hook
     from draftsmith.serve.command import run as serve
 
-    if config.redact is not None:
-        load_hook(config.redact)  # refused here where it cannot be loaded
     return serve(config, make_sink)
 
 
 def make_sink(config: ServeConfig, target: Target) -> Sink:
     """Writer of the buffer that the options name."""
     from draftsmith.distill.buffer.process import ProcessWriter, WriterJob
+    from draftsmith.distill.buffer.redaction import load_hook
 
     assert config.learn is not None
+    if config.redact is not None:
+        load_hook(config.redact)  # refused here where it cannot be loaded
     return ProcessWriter(
         WriterJob(
             buffer=config.learn,

@@ -36,6 +36,9 @@ class SlowDaemon(Daemon):
     def save(self) -> None:
         pass
 
+    def show(self) -> None:
+        pass
+
 
 def test_the_time_of_a_slow_cycle_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = SlowDaemon(found={2})
