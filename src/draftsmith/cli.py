@@ -12,7 +12,7 @@ from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.commands.table import COMMANDS, load, start
 from draftsmith.errors import UserError, first_line
 from draftsmith.files import is_full
-from draftsmith.progress import set_up_logging
+from draftsmith.progress import close_all, set_up_logging
 from draftsmith.version import __version__
 
 
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _dispatch(words)
         finally:
+            close_all()
             sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output left, as `| head` does. Python would print another error while

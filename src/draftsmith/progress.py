@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 from datetime import datetime
+from typing import ClassVar
+from weakref import WeakSet
 
 LINE = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
 
@@ -108,6 +110,8 @@ class Progress:
     """`Progress("generate", 200, unit="answers")`; `update(done, note="812 tok/s")`; `close()`.
     The ETA is measured from the work done since construction, so a resumed job gives `start`."""
 
+    opened: ClassVar[WeakSet[Progress]] = WeakSet()
+
     def __init__(
         self, label: str, total: int, *, unit: str, start: int = 0, shows: bool = True
     ) -> None:
@@ -126,6 +130,7 @@ class Progress:
             miniters=1, dynamic_ncols=True,
             **({} if draws else lines),
         )  # fmt: skip
+        self.opened.add(self)
 
     def update(self, done: int, note: str = "") -> None:
         self._bar.set_postfix_str(note, refresh=False)
@@ -135,3 +140,9 @@ class Progress:
         if note:
             self._bar.set_postfix_str(note, refresh=False)
         self._bar.close()
+
+
+def close_all() -> None:
+    """Closes what an error left open, which would show its last state behind what is said of it."""
+    for progress in list(Progress.opened):
+        progress.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import pty
@@ -13,9 +14,11 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from draftsmith.cli import main
 from draftsmith.progress import Progress, factor
 
 LOGS = """
@@ -70,6 +73,18 @@ def test_work_within_work_has_lines_of_its_own_in_a_log(capsys: pytest.CaptureFi
         "train: 0/2 steps", "generate: 100/200 answers", "generate: 150/200 answers",
         "train: 2/2 steps",
     ]  # fmt: skip
+
+
+def test_an_error_is_the_last_line_of_work_that_it_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one"}\n')
+    arguments = ["--prompts", str(prompts), "--num-prompts", "1", "--model", "m"]
+    assert main(["bench", "--url", "http://127.0.0.1:9", *arguments]) == 2
+    gc.collect()
+    *_, bar, last = capsys.readouterr().err.splitlines()
+    assert bar.startswith("bench: 0/") and last.startswith("draftsmith: error: ")
 
 
 def on_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> str:
