@@ -106,6 +106,18 @@ class Lines:
             print(line, file=sys.stderr, flush=True)
 
 
+def draws() -> bool:
+    """True where standard error is a notebook's, or a terminal that has columns."""
+    if "ipykernel" in sys.modules:
+        return True
+    if keeps_json() or not sys.stderr.isatty():
+        return False
+    try:  # Some wrappers of a terminal have no descriptor; terminals of some runners no columns.
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
 class Progress:
     """`Progress("generate", 200, unit="answers")`; `update(done, note="812 tok/s")`; `close()`.
     The ETA is measured from the work done since construction, so a resumed job gives `start`."""
@@ -118,17 +130,11 @@ class Progress:
         from tqdm.auto import tqdm  # late: the reference is made without it
 
         self.total = total
-        draws = "ipykernel" in sys.modules or (
-            not keeps_json()
-            and sys.stderr.isatty()
-            # Terminals of some runners say that they have no columns.
-            and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-        )
         lines = {"file": Lines(), "bar_format": LINE, "mininterval": 10.0, "position": 0}
         self._bar = tqdm(
             desc=label, total=total, unit=f" {unit}", initial=start, disable=not (shows and total),
             miniters=1, dynamic_ncols=True,
-            **({} if draws else lines),
+            **({} if draws() else lines),
         )  # fmt: skip
         self.opened.add(self)
 

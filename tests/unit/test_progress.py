@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import io
 import json
 import os
 import pty
@@ -106,6 +107,18 @@ def test_a_terminal_has_one_bar_that_is_drawn_again(monkeypatch: pytest.MonkeyPa
     assert "100/200" in first and "812 tok/s" in middle and "all of it" in last
     assert shown.count("\n") == 1
     assert on_terminal(0, monkeypatch).startswith("generate: 100/200 answers [00:00<?]\n")
+
+
+def test_a_stream_that_only_says_it_is_a_terminal_has_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Wrapper(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Wrapper())
+    advance()
+    assert sys.stderr.getvalue().startswith("generate: 100/200 answers [00:00<?]\n")
 
 
 def written(form: str) -> Iterator[str]:
