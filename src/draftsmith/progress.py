@@ -16,7 +16,11 @@ LINE = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
 LOG_FORMATS = ("text", "json")
 # For processes that this one starts, whose lines stand in the same log.
 LOG_FORMAT = "DRAFTSMITH_LOG_FORMAT"
-CHATTY = ("httpx", "uvicorn.access", "uvicorn.error")
+CHATTY = (
+    *("httpx", "uvicorn.access", "uvicorn.error"),
+    # Of a buffer in an object store, in the log of the engine that writes to it.
+    *("fsspec", "s3fs", "botocore", "aiobotocore"),
+)
 
 
 class JsonFormatter(logging.Formatter):

@@ -30,7 +30,8 @@ library.propagate = False
 from draftsmith.progress import Progress, say, set_up_logging
 set_up_logging({form!r})
 library.warning("one\\ntwo")
-logging.getLogger("httpx").info("too much")
+for chatty in ("httpx", "fsspec", "botocore.credentials", "aiobotocore.credentials"):
+    logging.getLogger(chatty).info("too much")
 say("loading")
 Progress("work", 3, unit="parts").close()
 warnings.warn("old")
