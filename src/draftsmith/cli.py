@@ -12,7 +12,7 @@ from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.commands.table import COMMANDS, load, start
 from draftsmith.errors import UserError, first_line
 from draftsmith.files import is_full
-from draftsmith.progress import close_all, set_up_logging
+from draftsmith.progress import close_all, say, set_up_logging
 from draftsmith.version import __version__
 
 
@@ -68,10 +68,15 @@ def _dispatch(argv: list[str]) -> int:
         )
     cls = load(COMMANDS[name].config)
     parser = parser_for(name, cls)
-    arguments = parse(parser, argv[1:])
-    config = configuration.build(cls, collect(cls, arguments))
-    if (form := getattr(config, "log_format", None)) is not None:
-        set_up_logging(form)
+    lines: list[str] = []  # to be said once the format of the log is known
+    try:
+        arguments = parse(parser, argv[1:], lines.append)
+        config = configuration.build(cls, collect(cls, arguments, lines.append))
+        if (form := getattr(config, "log_format", None)) is not None:
+            set_up_logging(form)
+    finally:
+        for line in lines:
+            say(line)
     # It says at import what it found, and accelerate imports it to save a model.
     logging.getLogger("DeepSpeed").addFilter(is_error)
     return start(name, config)

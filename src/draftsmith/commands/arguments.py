@@ -6,9 +6,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import sys
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +16,7 @@ from draftsmith.commands.peers import in_our_names
 from draftsmith.commands.table import COMMANDS
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
+from draftsmith.progress import say
 
 EXTRA = "recipe.yaml | key=value"
 RECIPES = "config_files"
@@ -91,14 +91,17 @@ def help_title(cls: type, name: str) -> str:
     return ""
 
 
-def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+def parse(
+    parser: Parser, argv: Sequence[str], tell: Callable[[str], None] = say
+) -> argparse.Namespace:
+    """Values of a command line; `tell` takes a line for each name that is a peers'."""
     flags = [
         flag
         for action in parser._actions
         for flag in action.option_strings
         if flag.startswith("--")
     ]
-    words = in_our_names(argv, flags, parser.keys)
+    words = in_our_names(argv, flags, parser.keys, tell)
     arguments, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         raise UserError(configuration.unknown_key(unknown[0].split("=")[0], flags))
@@ -132,8 +135,10 @@ def _help(field: dataclasses.Field) -> str:
     return (text + (f" [default: {field.default}]" if shown else "")).replace("%", "%%")
 
 
-def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Recipe, then overrides, then flags."""
+def collect(
+    cls: type, arguments: argparse.Namespace, tell: Callable[[str], None] = say
+) -> dict[str, Any]:
+    """Recipe, then overrides, then flags; `tell` takes a line about a target that is recorded."""
     values: dict[str, Any] = {}
     extra = [*arguments.extra, *behind_lists(cls, arguments)]
     recipes = [text for text in extra if text.endswith((".yaml", ".yml")) and "=" not in text]
@@ -150,10 +155,12 @@ def collect(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     for option in configuration.flag_options(cls):
         if (value := getattr(arguments, option.field.name, None)) is not None:
             values |= {option.field.name: value}
-    return values | recorded_target(cls, values)
+    return values | recorded_target(cls, values, tell)
 
 
-def recorded_target(cls: type, values: dict[str, Any]) -> dict[str, str]:
+def recorded_target(
+    cls: type, values: dict[str, Any], tell: Callable[[str], None]
+) -> dict[str, str]:
     """The target that a local draft's record names, where a command needs one and nothing else that
     is given says which."""
     draft = values.get("draft")
@@ -172,7 +179,7 @@ def recorded_target(cls: type, values: dict[str, Any]) -> dict[str, str]:
     name = record.get("name") if isinstance(record, dict) else None
     if not isinstance(name, str):
         return {}
-    print(f"draftsmith: the target is {name!r}, as {str(path)!r} records", file=sys.stderr)
+    tell(f"the target is {name!r}, as {str(path)!r} records")
     return {TARGET: name}
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 # Peers' name -> ours. An option of ours that has the name itself comes first.
 NAMES = {
@@ -58,8 +57,13 @@ def ours_of(name: str) -> str:
     return ours if section and ours.startswith(f"{section}.") else ""
 
 
-def in_our_names(argv: Sequence[str], flags: Collection[str], keys: Collection[str]) -> list[str]:
-    """`argv` with peers' names replaced, each reported on standard error, and with `--resume`
+def in_our_names(
+    argv: Sequence[str],
+    flags: Collection[str],
+    keys: Collection[str],
+    tell: Callable[[str], None],
+) -> list[str]:
+    """`argv` with peers' names replaced, each given to `tell`, and with `--resume`
     taken where help has `--no-resume` alone. `flags` are the command's, as `--max-length`; `keys`
     are all its options, as `max_length` and `optim.lr`."""
     words, found = list(argv), []
@@ -84,5 +88,5 @@ def in_our_names(argv: Sequence[str], flags: Collection[str], keys: Collection[s
             found.append(f"{ours}={value if is_joined else words.pop(0)}")
         else:
             found.append(word)
-        print(f"draftsmith: {name} is {flag if flag in flags else ours} here", file=sys.stderr)
+        tell(f"{name} is {flag if flag in flags else ours} here")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import subprocess
 import sys
@@ -162,6 +163,17 @@ def test_an_interrupt_promises_to_go_on_only_where_the_command_does(
 
 def interrupt(config: object) -> int:
     raise KeyboardInterrupt
+
+
+def test_a_log_of_json_is_so_from_its_first_line(tmp_path: Path) -> None:
+    (tmp_path / "draftsmith.json").write_text('{"target": {"name": "org/model"}}')
+    words = ["--draft", str(tmp_path), "--num-speculative-tokens", "5", "log_format=json"]
+    command = [sys.executable, "-m", "draftsmith.cli", "serve", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        said = [json.loads(process.stderr.readline())["message"] for _ in range(3)]
+        process.kill()
+    assert said[0] == "--num-speculative-tokens is --k here"
+    assert said[1].startswith("the target is 'org/model', as ") and said[2].startswith("loading")
 
 
 def test_a_command_that_waits_for_torch_says_so_before_it() -> None:
