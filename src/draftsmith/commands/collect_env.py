@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from draftsmith.errors import first_line
 from draftsmith.version import __version__
 
 PACKAGES = (
@@ -83,11 +84,14 @@ def processor() -> str:
 def devices() -> str:
     try:
         import torch
-    except ImportError as error:
-        return f"torch cannot be imported ({error})"
+    except (ImportError, OSError) as error:  # the latter of a library that it loads
+        return f"torch cannot be imported ({first_line(error)})"
     built = f"torch for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'}"
-    found = [
-        f"{one.name}, {one.total_memory / 2**30:.0f} GiB, capability {one.major}.{one.minor}"
-        for one in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    ]
+    try:
+        found = [
+            f"{one.name}, {one.total_memory / 2**30:.0f} GiB, capability {one.major}.{one.minor}"
+            for one in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        ]
+    except RuntimeError as error:
+        found = [f"CUDA fails ({first_line(error)})"]
     return "; ".join([built, *(found or ["no CUDA device"])])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 from draftsmith.version import __version__
@@ -27,3 +29,28 @@ for name, text in environment():
     assert "cores" in lines["processor"] and "GiB" in lines["memory"]
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     assert found in lines["devices"]
+
+
+BROKEN = """
+from types import SimpleNamespace
+def fail(index):
+    raise RuntimeError("no driver\\nmore")
+version = SimpleNamespace(cuda="13.0")
+cuda = SimpleNamespace(device_count=lambda: 1, get_device_properties=fail)
+"""
+
+
+@pytest.mark.parametrize(
+    "torch, said",
+    [
+        ('raise OSError("libcudart.so.13: no such file\\nmore")',
+         "torch cannot be imported (libcudart.so.13: no such file)"),
+        (BROKEN, "torch for CUDA 13.0; CUDA fails (no driver)"),
+    ],
+)  # fmt: skip
+def test_a_torch_that_is_broken_is_reported_as_such(torch: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(torch)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import draftsmith.cli as cli; "
+    command = [sys.executable, "-c", f"{code}sys.exit(cli.main(['collect-env']))"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.endswith(f"- devices: {said}\n")
