@@ -244,8 +244,9 @@ def run(config: ForgetConfig) -> int:
     removed = forget(folder, config.request, settle_s=SETTLE_S)
     if removed == 0:
         raise UserError(
-            f"no record of {config.request!r} is in buffer {config.buffer!r}; give the id as the "
-            "server gave it (a learner that still holds some drops them)"
+            f"no record of {config.request!r} is in buffer {config.buffer!r}; it is marked, so "
+            "that servers write no more of it and learners drop what they hold; unless its records "
+            "were deleted before, give the id as the server gave it"
         )
     print(
         f"{removed} records of {config.request} were deleted; servers write no more of them, "

@@ -280,8 +280,8 @@ def add_learning_endpoints(app: FastAPI, server: Server) -> None:
             ) from error
         if num_records == 0:
             message = (
-                f"no record of {answer!r} is in the buffer; a learner that still holds some drops "
-                "them"
+                f"no record of {answer!r} is in the buffer; it is marked, so that servers write "
+                "no more of it and a learner that still holds some drops them"
             )
             raise Refusal(404, message, param="answer", code="not_recorded")
         return Response(status_code=204)

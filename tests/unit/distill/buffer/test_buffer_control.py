@@ -21,6 +21,7 @@ from draftsmith.distill.buffer.folder import (
     PROGRESS,
     ShardFolder,
     forget,
+    forgotten,
     leave_progress,
     run,
     sweep_progress,
@@ -156,6 +157,10 @@ def test_forget_refuses_an_answer_that_the_buffer_does_not_have(
         run(ForgetConfig(buffer=str(tmp_path), request="cmpl-z"))
     assert run(ForgetConfig(buffer=str(tmp_path), request="cmpl-a")) == 0
     assert capsys.readouterr().out.startswith("3 records of cmpl-a were deleted")
+    for answer in ("cmpl-z", "cmpl-a"):  # marked without a record, and deleted before
+        with pytest.raises(UserError, match=r"it is marked, .* unless .* deleted before"):
+            run(ForgetConfig(buffer=str(tmp_path), request=answer))
+        assert hashed_answer(answer) in forgotten(ShardFolder(str(tmp_path)).names())
 
 
 def test_tokens_only_stores_no_distribution_but_that_there_was_one(tmp_path: Path) -> None:
