@@ -7,6 +7,8 @@ import logging
 import os
 import warnings
 
+from draftsmith.progress import is_error
+
 
 def quiet() -> None:
     """Errors only. Call it before accelerate is imported, which imports DeepSpeed."""
@@ -39,10 +41,6 @@ def quiet_deepspeed() -> None:
         "matplotlib",
         "matplotlib.font_manager",
     ):
-        logging.getLogger(name).addFilter(_errors_only)
+        logging.getLogger(name).addFilter(is_error)
     # DeepSpeed calls collectives by the names they had before.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-
-
-def _errors_only(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR

@@ -12,7 +12,7 @@ from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.commands.table import COMMANDS, load, start
 from draftsmith.errors import UserError, first_line
 from draftsmith.files import is_full
-from draftsmith.progress import close_all, say, set_up_logging
+from draftsmith.progress import close_all, is_error, say, set_up_logging
 from draftsmith.version import __version__
 
 
@@ -80,10 +80,6 @@ def _dispatch(argv: list[str]) -> int:
     # It says at import what it found, and accelerate imports it to save a model.
     logging.getLogger("DeepSpeed").addFilter(is_error)
     return start(name, config)
-
-
-def is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
 
 
 def overview() -> str:

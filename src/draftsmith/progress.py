@@ -62,6 +62,10 @@ def set_up_logging(form: str | None = None) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+def is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
 def log_handler() -> LogHandler | None:
     return next((one for one in logging.root.handlers if isinstance(one, LogHandler)), None)
 
