@@ -2,5 +2,5 @@
 #   docker build -f deploy/engine.Dockerfile -t draftsmith-engine .
 FROM vllm/vllm-openai:v0.33.0
 COPY . /draftsmith
-RUN uv pip install --system --no-deps /draftsmith && uv pip install --system pyarrow fsspec s3fs
+RUN uv pip install --system --no-deps /draftsmith && uv pip install --system pyarrow fsspec s3fs shtab tqdm
 ENTRYPOINT ["vllm", "serve"]

@@ -26,6 +26,9 @@ SERVICE = {
     "image", "build", "command", "environment", "ports", "ipc", "volumes", "deploy", "healthcheck",
     "restart", "stop_grace_period", "depends_on",
 }  # fmt: skip
+VLLM_BRINGS = {
+    "torch", "transformers", "safetensors", "huggingface-hub", "numpy", "pyyaml",
+}  # fmt: skip
 GUIDE = (ROOT / "docs/guides/vllm.md").read_text(encoding="utf-8")
 
 
@@ -173,6 +176,15 @@ def test_images_install_what_they_copy() -> None:
         copied, run = words.index("COPY"), len(words) - 2
         assert copied < run and words[run] == "RUN" and "/draftsmith" in lines[run]
         assert isinstance(json.loads(lines[-1].split(None, 1)[1]), list)
+
+
+def test_the_engines_image_has_what_vllm_does_not_bring() -> None:
+    (declared,) = re.findall(
+        r"^dependencies = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )
+    needed = set(re.findall(r'"([a-z-]+)', declared)) - VLLM_BRINGS
+    installed = (DEPLOY / "engine.Dockerfile").read_text().rpartition("uv pip install")[2].split()
+    assert needed and needed <= set(installed)
 
 
 @pytest.mark.parametrize("name", ["learner", "serve"])
