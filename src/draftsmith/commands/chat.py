@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 HINT = "Ctrl-C ends an answer, /new begins another conversation, /exit ends"
 WAIT_S = 600.0  # for the next part of an answer
+CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +33,11 @@ def run(config: ChatConfig) -> int:
     import httpx  # not for the options
 
     headers, url = bearer(config.api_key), base_of(config.url)
-    with httpx.Client(base_url=url, headers=headers, timeout=WAIT_S) as http:
+    waits = httpx.Timeout(WAIT_S, connect=CONNECT_S)
+    with httpx.Client(base_url=url, headers=headers, timeout=waits) as http:
         try:
-            listed = http.get("/v1/models").raise_for_status().json()["data"]
+            data = http.get("/v1/models").raise_for_status().json()["data"] or ()
+            listed = [one for one in data if isinstance(one, dict)]
             model = config.model or listed[0]["id"]
         except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
             why = first_line(error)
@@ -86,7 +89,11 @@ def answered(http: httpx.Client, body: dict[str, Any]) -> str:
     last: dict[str, Any] = {}
     try:
         for chunk in chunks(http, body):
-            last |= {name: chunk[name] for name in ("usage", "metrics") if chunk.get(name)}
+            last |= {
+                name: chunk[name]
+                for name in ("usage", "metrics")
+                if isinstance(chunk.get(name), dict)
+            }
             for choice in chunk.get("choices") or ():
                 delta = choice.get("delta") or {}
                 text, thought = delta.get("content") or "", delta.get("reasoning_content") or ""
@@ -95,7 +102,7 @@ def answered(http: httpx.Client, body: dict[str, Any]) -> str:
     except KeyboardInterrupt:
         pass
     passed_s = time.monotonic() - begun_s
-    tokens = last.get("usage", {}).get("completion_tokens", parts)
+    tokens = last.get("usage", {}).get("completion_tokens") or parts
     tau = ((last.get("metrics") or {}).get("speculative_decoding") or {}).get("tau")
     figures = f"{tokens} tokens, {tokens / passed_s:.1f} tok/s"
     print(f"\n[{figures}{'' if tau is None else f', tau {tau:.2f}'}]")
@@ -103,9 +110,14 @@ def answered(http: httpx.Client, body: dict[str, Any]) -> str:
 
 
 def chunks(http: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Events of a stream."""
+    """Events of a stream.
+
+    Raises:
+        UserError: the request was refused, the stream broke off, or there is none.
+    """
     import httpx
 
+    found = False
     try:
         with http.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
@@ -118,9 +130,15 @@ def chunks(http: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]
                     if not line.startswith("data:") or event == "[DONE]":
                         continue
                     chunk = json.loads(event)
+                    if not isinstance(chunk, dict):
+                        raise UserError(f"the server sent {event[:100]!r}; check --url")
                     if chunk.get("error"):
                         raise UserError(message_of(event.encode()))
+                    found = True
                     yield chunk
+            if not found:
+                kind = response.headers.get("content-type", "nothing")
+                raise UserError(f"the server sent {kind}, no stream of answers; check --url")
     except (httpx.HTTPError, json.JSONDecodeError) as error:
         why = first_line(error)
         raise UserError(f"the answer broke off ({why}); is the server still running?") from error

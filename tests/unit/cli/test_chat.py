@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -11,21 +11,32 @@ import pytest
 
 from draftsmith.cli import main
 
+STREAMS = {
+    "page": "<html>a page</html>",
+    "ended": "data: [DONE]\n\n",
+    "number": "data: 3\n\n",
+    "uncounted": 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+    'data: {"choices": [], "usage": {"completion_tokens": null}}\n\n',
+}
+
 
 class Server(httpx.SyncByteStream):
     """Answers with the number of messages, in two parts; `asked` has the bodies."""
 
     def __init__(self, owner: str = "somebody", broken: str = "") -> None:
-        self.owner, self.broken = owner, broken
+        self.broken = broken
+        self.listed: Any = [{"id": "m", "owned_by": owner}]
         self.asked: list[dict[str, Any]] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.waits_s = request.extensions["timeout"]
         if request.url.path == "/v1/models":
-            listed = [{"id": "m", "owned_by": self.owner}]
-            return httpx.Response(200, json={"data": listed})
+            return httpx.Response(200, json={"data": self.listed})
         self.asked.append(json.loads(request.content))
         if self.broken == "refused":
             return httpx.Response(400, json={"error": {"message": "too long"}})
+        if self.broken in STREAMS:
+            return httpx.Response(200, text=STREAMS[self.broken])
         return httpx.Response(200, stream=self)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -44,8 +55,10 @@ class Server(httpx.SyncByteStream):
         yield f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode()
 
 
-def talk(server: Server, monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
-    """What the command says when these lines are typed; `^C` stands for an interrupt."""
+def talk(
+    server: Server, monkeypatch: pytest.MonkeyPatch, *lines: str, options: Sequence[str] = ()
+) -> int:
+    """Status of the command when these lines are typed; `^C` stands for an interrupt."""
     left = iter(lines)
 
     def typed(prompt: str) -> str:
@@ -61,7 +74,7 @@ def talk(server: Server, monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
     monkeypatch.setattr(
         httpx, "Client", lambda **o: client(**o, transport=httpx.MockTransport(server))
     )
-    return main(["chat", "--url", "http://stand-in/v1"])
+    return main(["chat", "--url", "http://stand-in/v1", *options])
 
 
 def test_answers_stream_into_a_history(
@@ -75,6 +88,7 @@ def test_answers_stream_into_a_history(
         "role": "assistant", "content": "answer 1 \u2028and more",
     }  # fmt: skip
     assert "answer 3 \u2028and more\n[7 tokens, " in shown and "tok/s]" in shown
+    assert server.waits_s["connect"] <= 10 < server.waits_s["read"]
     assert all("speculation" not in body and body["model"] == "m" for body in server.asked)
 
 
@@ -101,6 +115,46 @@ def test_a_refused_message_is_none_of_the_history(
     assert talk(server, monkeypatch, "one", "two") == 0
     assert [len(body["messages"]) for body in server.asked] == [1, 1]
     assert capsys.readouterr().err == "draftsmith: error: too long\n" * 2
+
+
+@pytest.mark.parametrize("broken, said", [
+    ("page", "the server sent text/plain; charset=utf-8, no stream of answers; check --url"),
+    ("ended", "the server sent text/plain; charset=utf-8, no stream of answers; check --url"),
+    ("number", "the server sent '3'; check --url"),
+])  # fmt: skip
+def test_an_answer_that_is_none_is_told_and_none_of_the_history(
+    broken: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(broken=broken)
+    assert talk(server, monkeypatch, "one", "two") == 0
+    assert [len(body["messages"]) for body in server.asked] == [1, 1]
+    assert capsys.readouterr().err == f"draftsmith: error: {said}\n" * 2
+
+
+def test_a_server_that_counts_no_tokens_has_its_parts_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(Server(broken="uncounted"), monkeypatch, "one") == 0
+    assert "a\n[1 tokens, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("listed", [None, ["m"], [3, {"id": "m"}]])
+def test_a_model_that_is_given_need_not_be_listed(
+    listed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server()
+    server.listed = listed
+    assert talk(server, monkeypatch, "one", options=["--model", "other"]) == 0
+    assert server.asked[0]["model"] == "other"
+
+
+def test_a_server_that_lists_none_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server()
+    server.listed = None
+    assert talk(server, monkeypatch, "one") == 2
+    assert "lists no models" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
