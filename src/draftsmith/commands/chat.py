@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.client import API_KEY_HELP, base_of, bearer, message_of
-from draftsmith.config import option
+from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, check_limits, option
 from draftsmith.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -27,11 +27,18 @@ class ChatConfig:
     url: str = option("http://127.0.0.1:8000", "a running OpenAI-compatible server")
     model: str | None = option(None, "model name; default: the first one that the server lists")
     api_key: str | None = option(None, API_KEY_HELP)
+    max_tokens: int | None = option(
+        None, "most tokens of an answer; default: the server's", limits=AT_LEAST_1
+    )
+    temperature: float | None = option(
+        None, "of the answers; default: the server's", limits=NOT_NEGATIVE
+    )
 
 
 def run(config: ChatConfig) -> int:
     import httpx  # not for the options
 
+    check_limits(config)
     headers, url = bearer(config.api_key), base_of(config.url)
     waits = httpx.Timeout(WAIT_S, connect=CONNECT_S)
     with httpx.Client(base_url=url, headers=headers, timeout=waits) as http:
@@ -44,7 +51,9 @@ def run(config: ChatConfig) -> int:
             raise UserError(f"{url} lists no models ({why}); check --url and --api-key") from error
         # Another server may refuse a field of ours.
         is_ours = any(one.get("owned_by") == "draftsmith" for one in listed)
-        extra = {"speculation": {"report": True}} if is_ours else {}
+        extra: dict[str, Any] = {"speculation": {"report": True}} if is_ours else {}
+        sampling = {"max_tokens": config.max_tokens, "temperature": config.temperature}
+        extra |= {name: value for name, value in sampling.items() if value is not None}
         print(f"{model} at {url}; {HINT}")
         converse(http, {"model": model, "stream_options": {"include_usage": True}, **extra})
     return 0

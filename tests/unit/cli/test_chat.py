@@ -138,6 +138,18 @@ def test_a_server_that_counts_no_tokens_has_its_parts_counted(
     assert "a\n[1 tokens, " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("given", [{}, {"max_tokens": 9}, {"temperature": 0.0, "max_tokens": 1}])
+def test_only_the_sampling_that_is_given_is_sent(
+    given: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server()
+    options = [f"{name}={value}" for name, value in given.items()]
+    assert talk(server, monkeypatch, "one", options=options) == 0
+    sent = {name: server.asked[0].get(name) for name in ("max_tokens", "temperature")}
+    assert {name: value for name, value in sent.items() if value is not None} == given
+    assert talk(server, monkeypatch, "one", options=["--max-tokens", "0"]) == 2
+
+
 @pytest.mark.parametrize("listed", [None, ["m"], [3, {"id": "m"}]])
 def test_a_model_that_is_given_need_not_be_listed(
     listed: Any, monkeypatch: pytest.MonkeyPatch
