@@ -51,7 +51,7 @@ def train(
     Args:
         recipe: a YAML file, whose values the options override.
         callbacks: called by transformers' Trainer; its own evaluation, which
-            `EarlyStoppingCallback` wants, is not used.
+            `EarlyStoppingCallback` needs, is not used.
         options: those of the command by their names, sections as mappings: `optim={"lr": 1e-4}`.
     """
     given = {"family": family, "target": target, "data": data, "out": out, **options}
