@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.config import for_others
 from draftsmith.files import atomic_folder, read_json, write_json
 from scripts.paths import ROOT
 
@@ -58,7 +58,7 @@ def ship(draft: Path, out: Path) -> None:
         config = read_json(draft / CONFIG)
         key = next((key for key in ("dtype", "torch_dtype") if key in config), "dtype")
         write_json(folder / CONFIG, config | {key: "bfloat16"})
-        record = without_paths(read_json(draft / RECORD))
+        record = for_others(read_json(draft / RECORD))
         record["target"]["name"] = "scripts/quickstart_target"
         write_json(folder / RECORD, record)
         write_json(folder / TRAINING, training())
@@ -73,17 +73,6 @@ def training() -> dict[str, str]:
         **{stage: " ".join(["draftsmith", *map(str, those)]) for stage, those in words.items()},
         "store": f"python -m scripts.demo.ship_draft {out}",
     }
-
-
-def without_paths(value: Any) -> Any:
-    """The value with every absolute path cut down to its last part."""
-    if isinstance(value, dict):
-        return {key: without_paths(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [without_paths(one) for one in value]
-    if isinstance(value, str) and value.startswith("/"):
-        return Path(value).name
-    return value
 
 
 def main() -> None:

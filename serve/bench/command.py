@@ -23,7 +23,7 @@ import httpx
 
 from draftsmith import files
 from draftsmith.client import with_key
-from draftsmith.config import check_limits, command_line, to_dict
+from draftsmith.config import check_limits, command_line, to_dict, without_login
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError, missing
@@ -131,7 +131,9 @@ def read_questions(config: BenchConfig) -> list[Question]:
 
 def about(config: BenchConfig, suite: Asked) -> list[str]:
     """Lines that say what was measured."""
-    pair = [f"target {config.target}" if config.url is None else f"server {config.url}"]
+    pair = [
+        f"target {config.target}" if config.url is None else f"server {without_login(config.url)}"
+    ]
     pair += [name if value is True else f"{name} {value}"
              for name, value in pair_options(config).items()]  # fmt: skip
     pair += [] if config.k is None else [f"k {config.k}"]
@@ -305,7 +307,8 @@ def server_arguments(config: BenchConfig, tree: str = CHAIN) -> list[str]:
 
 
 def _public(config: BenchConfig) -> dict[str, Any]:
-    return {name: value for name, value in to_dict(config).items() if name != "api_key"}
+    values = {name: value for name, value in to_dict(config).items() if name != "api_key"}
+    return values | {"url": config.url and without_login(config.url)}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -304,7 +304,7 @@ def changed(config: Any) -> dict[str, Any]:
 
 
 def command_line(name: str, config: Any) -> str:
-    """The command as it is typed, without defaults and secrets."""
+    """The command as it is typed, without defaults, secrets and logins of addresses."""
     given, first, flags = changed(config), [], []
     given.pop(SECRET, None)
     for field, wanted in flag_options(type(config)):
@@ -318,7 +318,35 @@ def command_line(name: str, config: Any) -> str:
             first += values
         else:
             flags += [FlagOption(field, wanted).flag, *([] if wanted is bool else values)]
-    return shlex.join(["draftsmith", name, *first, *assignments(given), *flags])
+    words = ["draftsmith", name, *first, *assignments(given), *flags]
+    return shlex.join(without_login(word) for word in words)
+
+
+def without_login(text: str) -> str:
+    """http://user:password@host -> http://host"""
+    return re.sub(r"://[^/\s]*@", "://", text)
+
+
+def short_names(paths: Iterable[str]) -> list[str]:
+    """Last parts of the paths, as many as make them differ."""
+    split = [Path(path).parts for path in paths]
+    depths = range(1, 1 + max(map(len, split), default=0))
+    named = [["/".join(parts[-depth:]) for parts in split] for depth in depths]
+    return next((names for names in named if len(set(names)) == len(split)), [*paths])
+
+
+def for_others(value: Any) -> Any:
+    """A record without folders of this machine, of whose paths the last part stays, and without
+    logins of addresses."""
+    if isinstance(value, Mapping):
+        names = [for_others(key) for key in value]
+        names = names if len(set(names)) == len(value) else short_names(value)
+        return {name: for_others(one) for name, one in zip(names, value.values())}
+    if isinstance(value, list | tuple):
+        return [for_others(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(?<!\S)(\w+:(?!//))?[/~.]\S*/(?=[^\s/])", r"\1", without_login(value))
 
 
 def assignments(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from draftsmith.config import check_limits, command_line
+from draftsmith.config import check_limits, command_line, for_others
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.drafters.target.device import device_of, load_target
@@ -193,7 +193,8 @@ def warn_of_trained_text(config: EvalConfig, mixture: Mixture) -> None:
         else {}
     )
     kept_back = training.get("config", {}).get("held_out", 1.0)
-    trained_on = provenances(training.get("data", {}))
+    # Of an export, without the folders.
+    trained_on = for_others(provenances(training.get("data", {})))
     for folder, corpus in zip(mixture.folders, mixture.corpora):
         by_share = "held-out" not in corpus.train.pieces.splits
         if not len(corpus.held_out):
@@ -202,7 +203,9 @@ def warn_of_trained_text(config: EvalConfig, mixture: Mixture) -> None:
                 "evaluated here",
                 file=sys.stderr,
             )
-        elif by_share and kept_back < config.held_out and corpus.provenance in trained_on:
+        elif (
+            by_share and kept_back < config.held_out and for_others(corpus.provenance) in trained_on
+        ):
             print(
                 f"training kept back {kept_back:g} of {folder.path!r} and {config.held_out:g} of "
                 f"it is evaluated: the draft has seen the rest; give --held-out {kept_back:g}",

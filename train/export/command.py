@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
-from draftsmith.config import check_limits
+from draftsmith.config import check_limits, for_others
 from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.registry import family_of
@@ -46,7 +46,7 @@ def run(config: ExportConfig) -> int:
     check_out(out, source)
     with on_disk(out), atomic_folder(out) as folder:
         write(source, folder)
-        write_json(folder / RECORD, {**source.metadata, "export": {"layout": config.to}})
+        write_json(folder / RECORD, shown_record(config, source))
         copy_pictures(source, folder)
         card = model_card(source, folder, engine=config.to, name=config.push or out.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -62,6 +62,14 @@ def run(config: ExportConfig) -> int:
         )
         print(f"pushed to {address}")
     return 0
+
+
+def shown_record(config: ExportConfig, source: ExportSource) -> dict[str, Any]:
+    """The record without places of this machine. Only on the Hub that goes for the target, too:
+    a later export of this one looks for it."""
+    hidden = ("training", "evaluation", *(["target"] if config.push is not None else []))
+    shown = {key: for_others(one) for key, one in source.metadata.items() if key in hidden}
+    return {**source.metadata, **shown, "export": {"layout": config.to}}
 
 
 @contextmanager

@@ -207,9 +207,9 @@ def command_of(values: dict[str, Any]) -> str:
 
 
 def without_places(value: Any) -> Any:
-    """The value with every path in it cut down to its last part."""
+    """The value with every path in it cut down to its last part, and without addresses."""
     if isinstance(value, dict):
-        return {key: without_places(one) for key, one in value.items()}
+        return {key: without_places(one) for key, one in value.items() if "://" not in str(one)}
     if isinstance(value, list | tuple):
         return [without_places(one) for one in value]
     return shown_name(value) if isinstance(value, str) and "/" in value else value

@@ -131,6 +131,21 @@ def test_a_command_line_is_typed_again_and_holds_no_secret() -> None:
         assert "--port" not in line
     bench = load(COMMANDS["bench"].config)(url="u", api_key="hidden", ignore_eos=False)
     assert configuration.command_line("bench", bench) == "draftsmith bench ignore_eos=false --url u"
+    bench = load(COMMANDS["bench"].config)(url="http://user:p@ss@host:1/v1")
+    assert configuration.command_line("bench", bench) == "draftsmith bench --url http://host:1/v1"
+
+
+def test_a_record_for_others_has_last_parts_of_paths_and_no_logins() -> None:
+    given = {
+        "data": ["/home/me/x/answers:2", "../mine/y"], "prompts": "jsonl:/home/me/p.jsonl",
+        "server": "http://user:pw@host:1/v1", "target": "org/name", "k": 3,
+        "folders": {"/home/me/x/answers": 1, "/home/me/y/answers": 2},
+    }  # fmt: skip
+    assert configuration.for_others(given) == {
+        "data": ["answers:2", "y"], "prompts": "jsonl:p.jsonl",
+        "server": "http://host:1/v1", "target": "org/name", "k": 3,
+        "folders": {"x/answers": 1, "y/answers": 2},
+    }  # fmt: skip
 
 
 def test_later_overrides_win_and_order_on_the_line_does_not_matter(tmp_path: Path) -> None:

@@ -127,7 +127,12 @@ def test_a_suite_is_measured_by_task(
     out, card, picture = (tmp_path / name for name in ("o.json", "card.md", "speed.png"))
     options = {"out": str(out), "markdown": str(card), "png": str(picture)}
     config = BenchConfig(
-        url="x", suite=suite, temperature=[0.0], repeats=2, concurrency=[1, 2], **options
+        url="http://me:pw@x",
+        suite=suite,
+        temperature=[0.0],
+        repeats=2,
+        concurrency=[1, 2],
+        **options,
     )
     assert command.run(config) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
@@ -153,6 +158,7 @@ def test_a_suite_is_measured_by_task(
     ]
     assert picture.read_bytes().startswith(b"\x89PNG")
     page = out.with_suffix(".html").read_text(encoding="utf-8")
+    assert found["config"]["url"] == "http://x" and "me:pw" not in written + page
     assert "draftsmith bench" in page and "<td>all tasks<td>" in page and "image/png" in page
 
 

@@ -213,7 +213,7 @@ def test_the_card_is_read_at_a_glance_and_by_the_hub(draft: Path, to: str) -> No
     trained = TrainConfig(
         family="draft-lm", target=read_json(draft / "draftsmith.json")["target"]["name"],
         data=(str(draft.parent / "answers"),), out=str(draft), optim=OptimConfig(lr=1e-3),
-        deepspeed=str(draft / "zero.json"),
+        deepspeed=str(draft / "zero.json"), target_server="http://user:pw@10.0.0.5:8000",
     )  # fmt: skip
     training = {"steps": 300, "data": data, "config": to_dict(trained)}
     set_record(draft, evaluation=found, training=training)
@@ -222,6 +222,11 @@ def test_the_card_is_read_at_a_glance_and_by_the_hub(draft: Path, to: str) -> No
     card = path.read_text()
     assert len(card.splitlines()) <= 60 - 4
     assert not re.search(r"(?<![\w:/.])/\w", card) and str(draft.parent) not in card
+    assert "10.0.0.5" not in card
+    record = read_json(path.parent / "draftsmith.json")
+    assert record["training"]["config"]["target_server"] == "http://10.0.0.5:8000"
+    assert record["training"]["config"]["data"] == ["answers"]
+    assert str(draft.parent) not in str([record["training"], record["evaluation"]])
     front = metadata_load(path)
     assert front is not None and front["datasets"] == ["org/chats"]
     name, results = model_index_to_eval_results(front["model-index"])
