@@ -63,7 +63,8 @@ def _draw_tasks(axes: Any, cases: Sequence[Figures]) -> None:
         axes.bar(places, speeds, wide, yerr=[below, above], capsize=2, color=colour,
                  label=_name(case))  # fmt: skip
     names = list(cases[0]["tasks"])
-    axes.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names], fontsize=8)
+    labels = [name.replace("_", "\n") for name in names]
+    axes.set_xticks(range(len(names)), labels, fontsize=8, parse_math=False)
     axes.set_ylabel("tokens / s of a user")
     axes.legend(fontsize=8, ncols=2)
     axes.margins(y=0.2)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.config import short_names
+
 
 def draw_figures(found: Sequence[dict[str, Any]], path: str | Path) -> None:
     """Draw tau by task or folder, and alpha by draft position, of the evaluations in a record, one
@@ -18,11 +20,12 @@ def draw_figures(found: Sequence[dict[str, Any]], path: str | Path) -> None:
     figure, (tau, alpha) = pyplot.subplots(1, 2, figsize=(12, 3.6), width_ratios=(2, 1))
     for number, one in enumerate(found):
         label = f"T = {one['temperature']:g}"
-        tasks = {Path(name).name: own["tau"] for name, own in one.get("folders", {}).items()}
-        tasks |= {"all": one["tau"]}
-        places = [at + 0.3 * number / len(found) for at in range(len(tasks))]
-        tau.errorbar(places, **_bars(list(tasks.values())), fmt="o", capsize=3, label=label)
-        tau.set_xticks(range(len(tasks)), [name.replace("_", "\n") for name in tasks], fontsize=8)
+        folders = one.get("folders", {})
+        names = [name.replace("_", "\n") for name in [*short_names(folders), "all"]]
+        taus = [own["tau"] for own in [*folders.values(), one]]
+        places = [at + 0.3 * number / len(found) for at in range(len(taus))]
+        tau.errorbar(places, **_bars(taus), fmt="o", capsize=3, label=label)
+        tau.set_xticks(range(len(names)), names, fontsize=8, parse_math=False)
         depths = {at: own for at, own in enumerate(one["alpha"], start=1) if own is not None}
         alpha.errorbar(list(depths), **_bars(list(depths.values())), fmt="o-", capsize=3)
     tau.set_ylabel("tau, tokens per round")
