@@ -90,13 +90,14 @@ def run(config: BenchConfig) -> int:
         shown += f"\n{text}"
     if config.out is not None:
         files.write_json(config.out, record | {"ratios": ratios(found)})
-        page, command = Path(config.out).with_suffix(".html"), command_line("bench", config)
-        files.write_page(page, "bench", command, shown, [partial(draw, found)])
     if config.markdown is not None:
         files.write_text(config.markdown, text)
     if config.png is not None:
         with files.atomic_path(config.png) as temporary:
             draw(found, temporary)
+    if config.out is not None:
+        page, command = files.page_of(config.out), command_line("bench", config)
+        files.write_page(page, "bench", command, shown, [partial(draw, found)])
     return 0
 
 
@@ -153,7 +154,8 @@ def check(config: BenchConfig) -> None:
         raise UserError(f"modes is {config.modes}; choose from {', '.join(MODES)}")
     check_limits(config)
     check_suite(config, ("prompts", "num_prompts", "prompt_chars"))
-    for name in ("out", "markdown", "png"):
+    files.check_result(config.out, "out")
+    for name in ("markdown", "png"):
         files.check_file(vars(config)[name], name)
     if config.markdown is not None and config.suite is None:
         raise UserError(

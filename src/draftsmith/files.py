@@ -181,6 +181,21 @@ def check_file(path: str | Path | None, option: str) -> None:
         raise UserError(f"option {option!r} is {str(path)!r}, {what}; give the path of a file")
 
 
+def page_of(path: str | Path) -> Path:
+    """Path of the page to a result: `.html` in place of `.json`, else behind the whole name."""
+    return Path(f"{str(path).removesuffix('.json')}.html")
+
+
+def check_result(path: str | Path | None, option: str) -> None:
+    """Checks `path` as `check_file` does, and its page; a result is no page itself."""
+    if str(path).endswith(".html"):
+        raise UserError(
+            f"option {option!r} is {str(path)!r}, the page that is written beside the result; give "
+            "a name that ends in .json"
+        )
+    check_file(path, option)
+
+
 def write_text(path: str | Path, text: str) -> None:
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -244,7 +259,8 @@ def _blocks(text: str) -> Iterator[str]:
     for kind, lines in itertools.groupby(text.split("\n"), _kind):
         if kind == "|":
             cells = [re.split(r"(?<!\\) *\| *", html.escape(line))[1:-1] for line in lines]
-            rows = ["<td>".join(["<tr>", *row]) for row in cells if set("".join(row)) != {"-"}]
+            del cells[1:2]  # the line below the head
+            rows = ["<td>".join(["<tr>", *row]) for row in cells]
             yield "<table>" + "\n".join(rows).replace("\\|", "|") + "</table>"
         elif kind == "#":
             yield from (f"<h2>{html.escape(line.lstrip('# '))}</h2>" for line in lines)

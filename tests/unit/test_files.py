@@ -17,8 +17,10 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.files import (
     atomic_path,
+    check_result,
     is_full,
     markdown_table,
+    page_of,
     read_json,
     restored,
     write_page,
@@ -127,7 +129,7 @@ def test_a_page_holds_command_machine_tables_and_pictures_and_needs_no_other_fil
 ) -> None:
     picture = tmp_path / "curves.png"
     picture.write_bytes(b"\x89PNG 1")
-    table = markdown_table(["a | b", "c"], [["<x>", "-"], ["-", "1"]])
+    table = markdown_table(["a | b", "c"], [["<x>", "-"], ["-", "-"]])
     text = "\n".join(["", "## Figures", "", *table, "", "one", "  two"])
     drawn = [picture, tmp_path / "none.png", lambda path: path.write_bytes(b"\x89PNG 2")]
     write_page(tmp_path / "page.html", "R & D", "draftsmith run '<r>'", text, drawn)
@@ -135,8 +137,18 @@ def test_a_page_holds_command_machine_tables_and_pictures_and_needs_no_other_fil
     assert found.texts["h1"] == ["R & D"] and found.texts["h2"] == ["Figures"]
     assert found.texts["pre"] == ["draftsmith run '<r>'", "one\n  two"]
     assert found.texts["p"][0].endswith(f", {os.cpu_count()} cores")
-    assert found.rows == [["a | b", "c"], ["<x>", "-"], ["-", "1"]]
+    assert found.rows == [["a | b", "c"], ["<x>", "-"], ["-", "-"]]
     head = "data:image/png;base64,"
     assert all(one.startswith(head) for one in found.pictures)
     decoded = [base64.b64decode(one.removeprefix(head)) for one in found.pictures]
     assert decoded == [b"\x89PNG 1", b"\x89PNG 2"]
+
+
+def test_the_page_of_a_result_is_no_other_results_and_never_the_result() -> None:
+    names = ["a.json", "tau-0.5", "tau-0.7", "runs/v1.2/b"]
+    assert [str(page_of(name)) for name in names] == [
+        "a.html", "tau-0.5.html", "tau-0.7.html", "runs/v1.2/b.html",
+    ]  # fmt: skip
+    check_result(None, "out")
+    with pytest.raises(UserError, match=r"'a.html', the page .*; give a name that ends in .json$"):
+        check_result("a.html", "out")

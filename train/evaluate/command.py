@@ -22,7 +22,14 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
 from draftsmith.errors import UserError
-from draftsmith.files import as_values, check_file, markdown_table, write_json, write_page
+from draftsmith.files import (
+    as_values,
+    check_result,
+    markdown_table,
+    page_of,
+    write_json,
+    write_page,
+)
 from draftsmith.kernels.acceptance import DraftCost, bucket_of, label_of
 from draftsmith.prompts.suites import check_suite, most_tokens, read_suite
 from draftsmith.train.config import EvalConfig
@@ -156,7 +163,7 @@ def check(config: EvalConfig) -> None:
     # Before minutes are spent on figures that could not be written.
     if config.store:
         checkpoint.read_metadata(config.draft)
-    check_file(config.out, "out")
+    check_result(config.out, "out")
 
 
 def check_processes(config: EvalConfig) -> None:
@@ -356,10 +363,12 @@ def report(
             "evaluation": found,
         }
         write_json(config.out, record)
-        page, command = Path(config.out).with_suffix(".html"), command_line("eval", config)
-        write_page(page, "eval", command, text, [partial(draw_figures, found)])
     if config.store:
         checkpoint.store_evaluation(Path(config.draft), found + other_figures(config))
+    # Last: what is lost with a picture that fails is made again.
+    if config.out is not None:
+        command = command_line("eval", config)
+        write_page(page_of(config.out), "eval", command, text, [partial(draw_figures, found)])
 
 
 def other_figures(config: EvalConfig) -> list[dict[str, Any]]:

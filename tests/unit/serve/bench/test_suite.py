@@ -234,6 +234,19 @@ def test_a_place_that_no_file_can_take_is_refused_first(
     assert not server.bodies
 
 
+def test_a_result_is_no_page_and_names_of_tasks_are_drawn_as_they_are(
+    server: Answering, tmp_path: Path
+) -> None:
+    suite, out = tmp_path / "suite.jsonl", tmp_path / "v1.5"
+    suite.write_text(json.dumps({"category": r"pay$\x$", "turns": ["one"]}), encoding="utf-8")
+    options = {"url": "x", "suite": str(suite), "repeats": 1}
+    with pytest.raises(UserError, match="the page that is written beside"):
+        command.run(BenchConfig(**options, out=f"{out}.html"))
+    command.run(BenchConfig(**options, out=str(out)))
+    assert json.loads(out.read_text(encoding="utf-8"))["cases"]
+    assert "image/png" in (tmp_path / "v1.5.html").read_text(encoding="utf-8")
+
+
 def answers(task: str, prompt: int, seconds: float, kept: list[int] | None) -> TimedAnswer:
     report = {
         "per_step_drafted": [2] * len(kept or []),

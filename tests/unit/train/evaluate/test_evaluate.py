@@ -298,6 +298,7 @@ def test_data_or_a_suite_is_given(options, said, target, draft, capsys):
         (("--batch-size", "0"), "option 'batch_size' is 0"),
         (("--data", "no/such"), "not a folder"),
         (("--out", "."), "option 'out' is '.', a folder"),
+        (("--out", "a.html"), "option 'out' is 'a.html', the page"),
     ],
 )
 def test_bad_input_is_one_sentence(options, said, target, draft, data, capsys):
