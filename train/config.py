@@ -215,7 +215,7 @@ class TrainConfig:
     eval_every: int | None = option(
         None,
         "steps between two evaluations on held-out prompts; 0 evaluates at the end only [default: "
-        "a fifth of the run, at least 200; with minutes 0]",
+        "a fifth of the run, at least 200; with minutes or target_offload 0]",
         limits=NOT_NEGATIVE,
     )
     eval_prompts: int = option(

@@ -225,7 +225,9 @@ def eval_interval(config: TrainConfig, steps: int) -> int:
     they cost little beside the training."""
     if config.eval_every is not None:
         return config.eval_every
-    return 0 if config.minutes is not None else max(200, -(-steps // 5))
+    # An offloaded target is read again for every pass.
+    is_rare = config.minutes is not None or config.target_offload is not None
+    return 0 if is_rare else max(200, -(-steps // 5))
 
 
 def different_from(config: TrainConfig, recorded: dict[str, Any]) -> str | None:

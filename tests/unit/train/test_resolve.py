@@ -39,6 +39,7 @@ def test_the_first_bound_that_runs_out_counts(changes, steps):
         ({"minutes": 9.0}, 10_000_000, 0),
         ({"minutes": 9.0, "eval_every": 30}, 10_000_000, 30),
         ({"eval_every": 0}, 5000, 0),
+        ({"target_offload": "disk"}, 5000, 0),
     ],
 )
 def test_a_run_is_evaluated_a_few_times_unless_told_otherwise(changes, steps, every):
