@@ -205,6 +205,12 @@ def keep_until(metrics: Path, step: int) -> None:
     write_text(metrics, "".join(line + "\n" for line in kept))
 
 
+def is_evaluated(metrics: Path, step: int) -> bool:
+    """True where the metrics have figures of held-out prompts at the step."""
+    lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.is_file() else []
+    return any("eval_tau" in line and _step_of(line) == step for line in lines)
+
+
 def _step_of(line: str) -> float:
     try:
         record: dict[str, Any] = json.loads(line)

@@ -25,7 +25,7 @@ from draftsmith.files import atomic_path
 from draftsmith.kernels.dispatch import pins, reads_freely
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train import resolve
-from draftsmith.train.checkpoints import BestDraft, KeptCheckpoint, RunFolder
+from draftsmith.train.checkpoints import BestDraft, KeptCheckpoint, RunFolder, is_evaluated
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.mixture import Mixture, describe, read_mixture
@@ -291,6 +291,9 @@ def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> No
     if not trainer.is_world_process_zero():
         return
     folder = RunFolder(config.out)
+    # A run that was killed in its last evaluation goes on here, behind the training.
+    if figures is not None and not is_evaluated(folder.metrics, steps):
+        trainer.log_figures(figures)
     best = BestDraft(folder.training).read()
     record: dict[str, Any] = {
         "version": __version__,

@@ -227,11 +227,15 @@ class DraftTrainer(Trainer):
         self.model.train()
         if figures is None:
             return {}
-        metrics = {f"eval_{name}": value for name, value in figures.for_metrics().items()}
-        self.log(metrics)
+        metrics = self.log_figures(figures)
         # Marks this step as evaluated, too.
         state, control = self.state, self.control  # type: ignore[has-type]
         self.control = self.callback_handler.on_evaluate(self.args, state, control, metrics)
+        return metrics
+
+    def log_figures(self, figures: Figures) -> dict[str, float]:
+        metrics = {f"eval_{name}": value for name, value in figures.for_metrics().items()}
+        self.log(metrics)
         return metrics
 
     def held_out_figures(self, drafter: torch.nn.Module) -> Figures | None:

@@ -72,6 +72,20 @@ def test_training_lowers_the_loss_and_raises_alpha(family, options, configure):
     assert record["family"] == family and record["training"]["steps"] == 40
 
 
+def test_a_run_killed_in_its_last_evaluation_has_its_figures_once_resumed(configure):
+    config = configure(steps=2, eval_prompts=2, eval_tokens=4)
+    run(config)
+    whole = metrics(config)
+    assert sum("eval_tau" in line for line in whole) == 1
+    cut = [json.dumps(line) + "\n" for line in whole if "eval_tau" not in line]
+    (Path(config.out) / "metrics.jsonl").write_text("".join(cut), encoding="utf-8")
+    for _ in range(2):  # and is not logged twice
+        run(config)
+        resumed = metrics(config)
+        assert [set(line) for line in resumed] == [set(line) for line in whole]
+        assert resumed[-1]["eval_tau"] == whole[-1]["eval_tau"]
+
+
 @pytest.mark.parametrize(
     "family",
     ["dspark", *(pytest.param(other, marks=pytest.mark.long) for other in ("eagle3", "draft-lm"))],
