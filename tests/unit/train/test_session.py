@@ -72,6 +72,15 @@ def test_training_lowers_the_loss_and_raises_alpha(family, options, configure):
     assert record["family"] == family and record["training"]["steps"] == 40
 
 
+def test_without_held_out_prompts_no_weights_are_gathered_to_be_evaluated(configure):
+    config = configure(eval_prompts=0)
+    material = session.prepare(config)
+    drafter = session.new_trainee_drafter(config, material)
+    trainer = session.new_trainer(config, material, drafter, LiveSource(material.target))
+    trainer.spare = torch.nn.Module()  # that no weights can be gathered into
+    assert trainer.evaluate() == {}
+
+
 def test_a_run_killed_in_its_last_evaluation_has_its_figures_once_resumed(configure):
     config = configure(steps=2, eval_prompts=2, eval_tokens=4)
     run(config)
