@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from draftsmith.chats import PROBE, rendered
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_difference
 from draftsmith.errors import UserError
@@ -64,12 +65,13 @@ def check_data(sample: DataSample, target: Target, max_length: int) -> list[Find
     ]
     try:
         tokenizer = target.tokenizer()
+        chats = chats_of(rows, tokenizer)
     except UserError as error:
         return [*findings, refused("data.tokenizer", error)]
     return [
         *findings,
         check_start(rows, tokenizer.bos_token_id),
-        *([check_ends(rows, target.eos_token_ids)] if tokenizer.chat_template else []),
+        *([check_ends(chats, target.eos_token_ids)] if chats else []),
         *check_provenance(sample.provenance, target),
     ]
 
@@ -167,6 +169,20 @@ def check_after_end(rows: list[Row], ends: Collection[int]) -> Finding:
         mend = "end masks with the end-of-text token, as draftsmith generate --keep-answers does"
         return warn("data.mask-end", what, mend)
     return ok("data.mask-end", "no mask goes on after the end of an answer")
+
+
+def chats_of(rows: list[Row], tokenizer: Any) -> list[Row]:
+    """Rows that hold the added tokens before a user's message, all rows where the template has
+    none there."""
+    if not tokenizer.chat_template:
+        return []
+    # Ends of text may stand before it, in a system message that a row need not have.
+    text = rendered([{"role": "user", "content": PROBE}], tokenizer).partition(PROBE)[0]
+    before = set(tokenizer.encode(text, add_special_tokens=False))
+    marks = before & tokenizer.added_tokens_decoder.keys() - {
+        tokenizer.bos_token_id, tokenizer.eos_token_id
+    }  # fmt: skip
+    return [row for row in rows if marks <= set(row.input_ids)]
 
 
 def check_ends(rows: list[Row], ends: Collection[int]) -> Finding:

@@ -26,6 +26,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.check.data import (
     Row,
+    chats_of,
     check_after_end,
     check_ends,
     check_masks,
@@ -36,6 +37,7 @@ from draftsmith.train.check.doctor import run
 from draftsmith.train.check.memory import compare
 from draftsmith.train.config import DoctorConfig
 from scripts.paths import ROOT
+from tests.conftest import make_tokenizer
 
 
 @pytest.fixture
@@ -259,6 +261,19 @@ def test_masks_that_go_on_behind_the_end_of_an_answer() -> None:
     two_answers = Row([7, 8, 0, 9, 5, 0], [False, True, True, False, True, True])
     assert check_after_end([ended, through], (0,)).status == "warn"
     assert check_after_end([ended, two_answers], (0,)).status == "ok"
+
+
+def test_texts_without_the_tokens_of_a_template_are_no_chats() -> None:
+    tokenizer = make_tokenizer()
+    chat, text = (Row([*ids, 9], [False, False, True]) for ids in ([2, 8], [7, 8]))
+    assert chats_of([chat, text], tokenizer) == [chat, text]  # of a template of plain text
+    tokenizer.add_tokens(["<|user|>"], special_tokens=True)
+    tokenizer.chat_template = "<|user|>{{ messages[0].content }}"
+    mark = tokenizer.convert_tokens_to_ids("<|user|>")
+    chat = Row([mark, 8, 9], [False, False, True])
+    assert chats_of([chat, text], tokenizer) == [chat]
+    tokenizer.chat_template = None
+    assert chats_of([chat, text], tokenizer) == []
 
 
 def test_answers_that_mostly_do_not_end_are_warned_of() -> None:
