@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from shlex import join, quote
 from typing import Any
 
 import yaml
@@ -255,11 +256,17 @@ def commands(
 ) -> list[tuple[str, str]]:
     """(engine, shell or Python lines) for every engine that reads this layout. `draft` is this
     folder or its Hub id."""
-    own = [("draftsmith", f"draftsmith serve --target {target} --draft {draft} --k {k}")]
+    words = ["draftsmith", "serve", "--target", target, "--draft", draft, "--k", str(k)]
+    own = [("draftsmith", join(words))]
     if engine == "triton":
-        return [("NVIDIA Triton with its vLLM backend", f"tritonserver --model-repository {draft}")]
+        return [
+            (
+                "NVIDIA Triton with its vLLM backend",
+                f"tritonserver --model-repository {quote(draft)}",
+            )
+        ]
     if engine == "speculators" and family in VLLM_SPECULATORS:
-        return [("vLLM (finds the target by itself)", f"vllm serve {draft}"), *own]
+        return [("vLLM (finds the target by itself)", f"vllm serve {quote(draft)}"), *own]
     if engine == "gguf":
         title = f"llama.cpp ({TARGET} is the target, which --with-target writes here)"
         return [(title, llama_command(family, TARGET, f"{draft}/{DRAFT}", k))]

@@ -68,7 +68,7 @@ def vllm_command(family: str, target: str, draft: str, k: int, *, stitched: bool
         for key, value in options.items()
         if key != "model"
     ]
-    return " ".join([f"vllm serve {options['model']}", *flags])
+    return " ".join([f"vllm serve {shlex.quote(options['model'])}", *flags])
 
 
 def sglang_command(family: str, target: str, draft: str, k: int, *, stitched: bool = False) -> str:
@@ -76,8 +76,8 @@ def sglang_command(family: str, target: str, draft: str, k: int, *, stitched: bo
         f"--speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens "
         f"{k + 1}"
     )
-    model = draft if stitched else target
-    beside = "" if stitched else f"--speculative-draft-model-path {draft} "
+    model = shlex.quote(draft if stitched else target)
+    beside = "" if stitched else f"--speculative-draft-model-path {shlex.quote(draft)} "
     return (
         f"python -m sglang.launch_server --model-path {model} --speculative-algorithm "
         f"{SGLANG_ALGORITHMS[family]} {beside}{chain}"
@@ -86,8 +86,8 @@ def sglang_command(family: str, target: str, draft: str, k: int, *, stitched: bo
 
 def llama_command(family: str, target: str, draft: str, k: int) -> str:
     return (
-        f"llama-server -m {target} -md {draft} --spec-type {LLAMA_TYPES[family]} "
-        f"--spec-draft-n-max {k}"
+        f"llama-server -m {shlex.quote(target)} -md {shlex.quote(draft)} "
+        f"--spec-type {LLAMA_TYPES[family]} --spec-draft-n-max {k}"
     )
 
 

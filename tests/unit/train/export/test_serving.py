@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
+import pytest
+
+from draftsmith.train.export.model_card import commands
 from draftsmith.train.export.serving import vllm_command
 
 
@@ -11,3 +16,12 @@ def test_a_folder_of_both_models_is_served_with_the_tokenizer_of_the_target() ->
     spaced = vllm_command("mtp", "my target", "out", 3, stitched=True)
     assert "--tokenizer 'my target' --speculative-config '{" in spaced
     assert "--tokenizer" not in vllm_command("mtp", "org/target", "out", 3)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "hf", "speculators", "triton", "gguf"])
+def test_names_are_words_of_the_commands_whatever_is_in_them(engine: str) -> None:
+    draft = "my draft; x"
+    shown = [words for title, words in commands("eagle3", engine, draft, "a target", 3)]
+    for words in map(shlex.split, shown):
+        assert any(draft in word for word in words)
+        assert "a target" in words or engine in ("speculators", "triton", "gguf")
