@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from draftsmith.kernels.measured import MOST_S, TURNS, VARIABLE, Choices, Way
+from draftsmith.kernels.measured import MOST_S, TURNS, VARIABLE, Choices, Way, timed
 
 NAMES = ("own", "torch", "packed")
 
@@ -54,6 +55,19 @@ def test_the_fastest_way_is_taken(tmp_path: Path, fastest: str) -> None:
     (known,) = choices.known()
     assert known.way == fastest and known.seconds == clock.seconds
     assert (known.kind, known.shape) == ("product", "float32 8 16")
+
+
+def test_a_call_that_other_work_came_between_is_timed_again() -> None:
+    calls, interrupted = [], iter([0, 1, 1, 2, 2, 2])
+
+    def way() -> None:
+        calls.append(None)
+        time.sleep(0.05 if len(calls) < 3 else 0.0)
+
+    assert timed("way", way, lambda: next(interrupted)) < 0.05 and len(calls) == 3
+    calls.clear()
+    always = iter(range(100))
+    assert timed("way", way, lambda: next(always)) < 0.05 and len(calls) == 5
 
 
 def test_one_slow_turn_decides_nothing(tmp_path: Path) -> None:
