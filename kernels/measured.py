@@ -43,7 +43,7 @@ Clock = Callable[[str, Way], float]
 
 
 def interruptions() -> int:
-    """How often the threads of this process had to make room for other work."""
+    """Number of times that threads of this process had to make room for other work."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
