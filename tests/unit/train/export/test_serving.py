@@ -25,3 +25,8 @@ def test_names_are_words_of_the_commands_whatever_is_in_them(engine: str) -> Non
     for words in map(shlex.split, shown):
         assert any(draft in word for word in words)
         assert "a target" in words or engine in ("speculators", "triton", "gguf")
+
+
+def test_both_files_of_llama_cpp_are_named_in_the_folder_of_the_export() -> None:
+    ((_, command),) = commands("eagle3", "gguf", "out", "org/target", 3)
+    assert command.startswith("llama-server -m out/target.gguf -md out/draft.gguf --spec-type ")
