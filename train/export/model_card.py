@@ -241,14 +241,18 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def serving(source: ExportSource, target: str, *, engine: str, name: str) -> str:
-    k = source.num_speculative_tokens
-    known = commands(source.family, engine, name, target, k, stitched=source.is_stitched)
-    lines = [f"# {title}\n{command}" for title, command in known]
-    shown = ["\n".join(["```", *lines, "```"])]
+    shown = ["\n".join(["```", *command_lines(source, target, engine=engine, name=name), "```"])]
     in_triton = engine == "triton" and source.family not in VLLM_GREEDY
     if in_triton or "draft_sample_method" in shown[0]:
         shown.append(PROBABILISTIC + SHARED_NOISE.sentence(source.family) + ".")
     return "\n".join(shown)
+
+
+def command_lines(source: ExportSource, target: str, *, engine: str, name: str) -> list[str]:
+    """Each command behind the name of its engine."""
+    k = source.num_speculative_tokens
+    known = commands(source.family, engine, name, target, k, stitched=source.is_stitched)
+    return [f"# {title}\n{command}" for title, command in known]
 
 
 def commands(
@@ -269,7 +273,7 @@ def commands(
         return [("vLLM (finds the target by itself)", f"vllm serve {quote(draft)}"), *own]
     if engine == "gguf":
         title = f"llama.cpp ({TARGET} is the target, which --with-target writes here)"
-        return [(title, llama_command(family, TARGET, f"{draft}/{DRAFT}", k))]
+        return [(title, llama_command(family, f"{draft}/{TARGET}", f"{draft}/{DRAFT}", k))]
     if engine == "openvino":
         beside = f"{draft}/{BESIDE} is the target, which --with-target writes here"
         return [(f"OpenVINO GenAI ({beside})", genai_code(f"{draft}/{BESIDE}", draft, k))]
