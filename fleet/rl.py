@@ -92,7 +92,7 @@ class FollowPolicy(TrainerCallback):
         if self.save is None and is_sharded(kwargs["model"]):
             raise UserError(
                 "the policy is sharded over processes, so that model.save_pretrained would write a "
-                "part of it; give FollowPolicy save=trainer.save_model"
+                "part of it; set save of FollowPolicy to trainer.save_model"
             )
         if self.rollouts is not None:
             self.rollouts.begin(kwargs.get("processing_class"), args)

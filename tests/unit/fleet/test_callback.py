@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
@@ -170,10 +171,14 @@ def test_a_sharded_policy_is_refused_without_a_way_to_save_it(tmp_path: Path) ->
     model = torch.nn.Linear(2, 2)
     assert not is_sharded(model)
     model.weight.ds_id = 0  # type: ignore[assignment]
-    state = TrainerState()
+    state, follow = TrainerState(), FollowPolicy(tmp_path)
     with pytest.raises(UserError, match="the policy is sharded"):
-        FollowPolicy(tmp_path).on_train_begin(ARGS, state, None, model=model)
+        follow.on_train_begin(ARGS, state, None, model=model)
     assert is_sharded(model)
+    # A trainer is there only after its callback.
+    follow.save = lambda folder: save_file({"w": torch.ones(1)}, Path(folder, "model.safetensors"))
+    follow.on_train_begin(ARGS, state, None, model=model)
+    assert (tmp_path / "current").is_file()
 
 
 def test_wrong_settings_are_one_sentence(tmp_path: Path) -> None:
