@@ -26,13 +26,7 @@ from draftsmith.errors import UserError, first_line
 from draftsmith.files import atomic_folder, read_json, write_json
 from draftsmith.train.config import ExportConfig
 from draftsmith.train.evaluate.picture import draw_figures
-from draftsmith.train.export.model_card import (
-    CURVES,
-    RESULTS,
-    command_lines,
-    evaluations,
-    model_card,
-)
+from draftsmith.train.export.model_card import CURVES, RESULTS, evaluations, model_card
 from draftsmith.train.export.source import ExportSource
 from draftsmith.train.export.table import (
     HOLD_TARGET,
@@ -57,8 +51,6 @@ def run(config: ExportConfig) -> int:
         card = model_card(source, folder, engine=config.to, name=config.push or out.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"wrote {source.family} for {config.to} to {out}")
-    # With the places of this machine, which the card does not name.
-    print("\n".join(command_lines(source, source.target_name, engine=config.to, name=str(out))))
     if (warning := SHARED_NOISE.sentence(source.family)) in card:
         print(warning)
     if config.push is not None:

@@ -241,18 +241,14 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def serving(source: ExportSource, target: str, *, engine: str, name: str) -> str:
-    shown = ["\n".join(["```", *command_lines(source, target, engine=engine, name=name), "```"])]
+    k = source.num_speculative_tokens
+    known = commands(source.family, engine, name, target, k, stitched=source.is_stitched)
+    lines = [f"# {title}\n{command}" for title, command in known]
+    shown = ["\n".join(["```", *lines, "```"])]
     in_triton = engine == "triton" and source.family not in VLLM_GREEDY
     if in_triton or "draft_sample_method" in shown[0]:
         shown.append(PROBABILISTIC + SHARED_NOISE.sentence(source.family) + ".")
     return "\n".join(shown)
-
-
-def command_lines(source: ExportSource, target: str, *, engine: str, name: str) -> list[str]:
-    """Each command behind the name of its engine."""
-    k = source.num_speculative_tokens
-    known = commands(source.family, engine, name, target, k, stitched=source.is_stitched)
-    return [f"# {title}\n{command}" for title, command in known]
 
 
 def commands(

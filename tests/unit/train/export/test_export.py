@@ -279,8 +279,7 @@ def test_the_card_says_when_nothing_was_measured(draft: Path) -> None:
 def test_the_card_says_how_to_serve_in_each_engine(
     draft: Path, tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = export(draft, speculative_tokens=4)
-    card, printed = (out / "README.md").read_text(), capsys.readouterr().out
+    card = (export(draft, speculative_tokens=4) / "README.md").read_text()
     target = Path(tiny_target("llama")).name
     assert f'vllm serve {target} --speculative-config \'{{"method": "draft_model"' in card
     assert '"num_speculative_tokens": 4, "draft_sample_method": "probabilistic"' in card
@@ -288,8 +287,7 @@ def test_the_card_says_how_to_serve_in_each_engine(
     lossy = (
         "vLLM 0.21 to 0.28 with its V2 model runner and draft_sample_method probabilistic does not"
     )
-    assert lossy in card and lossy in printed
-    assert f"draftsmith serve --target {tiny_target('llama')} --draft {out} --k 4" in printed
+    assert lossy in card and lossy in capsys.readouterr().out
     assert (
         "--speculative-algorithm STANDALONE" in card and "--speculative-num-draft-tokens 5" in card
     )
