@@ -37,7 +37,7 @@ FEWEST = 2
 
 
 class FollowPolicy(TrainerCallback):
-    """Writes the policy where `draftsmith distill --target FOLDER/current` follows it.
+    """Writes the policy where `draftsmith distill FOLDER/current` follows it.
 
     Args:
         folder: of the revisions.

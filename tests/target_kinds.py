@@ -289,7 +289,7 @@ def page(version: str, outcomes: dict[str, Outcome]) -> str:
         "",
         f"Of the {len(outcomes)} kinds of causal LM in transformers {version}, {len(served)} are "
         f"served, {len(refused)} are refused and {len(absent)} could not be built at tiny size. "
-        "`draftsmith doctor --target MODEL` says it of a model, with the whole reason.",
+        "`draftsmith doctor MODEL` says it of a model, with the whole reason.",
         "",
         "Each was tested as a tiny model with random weights (`python -m tests.target_kinds` writes "
         "this page): two requests at once, greedy, with drafts that are mostly wrong, against "

@@ -276,11 +276,11 @@ def stages(train_draft: bool, sizes: Sizes) -> list[Stage]:
 REAL_COMMANDS = """
 The same on a GPU, for a model from the Hub:
 
-  draftsmith generate --target Qwen/Qwen3-8B --prompts HuggingFaceH4/ultrachat_200k --prompts-split train_sft \\
+  draftsmith generate Qwen/Qwen3-8B --prompts HuggingFaceH4/ultrachat_200k --prompts-split train_sft \\
       --count 50000 --max-tokens 1024 --out data
-  draftsmith train eagle3 --target Qwen/Qwen3-8B --data data --out draft recipes/eagle3-8b.yaml
-  draftsmith serve --target Qwen/Qwen3-8B --draft draft --learn buffer --versions versions
-  draftsmith distill --target Qwen/Qwen3-8B --draft draft --buffer buffer --versions versions
+  draftsmith train eagle3 Qwen/Qwen3-8B --data data --out draft recipes/eagle3-8b.yaml
+  draftsmith serve Qwen/Qwen3-8B --draft draft --learn buffer --versions versions
+  draftsmith distill Qwen/Qwen3-8B --draft draft --buffer buffer --versions versions
   draftsmith export draft --to vllm --out Qwen3-8B-eagle3 --push you/Qwen3-8B-eagle3
 """
 

@@ -60,6 +60,7 @@ TOP = 64  # likeliest tokens that a recorded distribution holds
 # Neither printed nor recorded, nor a word of a command line, which every user of a machine may
 # list.
 SECRET = "api_key"
+TARGET = "target"  # option that a word without a name stands for
 
 
 def option(
@@ -305,7 +306,7 @@ def changed(config: Any) -> dict[str, Any]:
 
 def command_line(name: str, config: Any) -> str:
     """The command as it is typed, without defaults, secrets and logins of addresses."""
-    given, first, flags = changed(config), [], []
+    given, first, target, flags = changed(config), [], [], []
     given.pop(SECRET, None)
     for field, wanted in flag_options(type(config)):
         value = given.get(field.name)
@@ -316,9 +317,11 @@ def command_line(name: str, config: Any) -> str:
         values = [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
         if field.metadata["positional"]:
             first += values
+        elif field.name == TARGET and not ("=" in value or value.endswith((".yaml", ".yml"))):
+            target += values
         else:
             flags += [FlagOption(field, wanted).flag, *([] if wanted is bool else values)]
-    words = ["draftsmith", name, *first, *assignments(given), *flags]
+    words = ["draftsmith", name, *first, *target, *assignments(given), *flags]
     return shlex.join(without_login(word) for word in words)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from shlex import quote
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -251,7 +252,7 @@ def give(config: PlanConfig, drafts: list[Planned]) -> list[str]:
     """Commands of the run with the first draft, and what makes it faster or possible."""
     first, data = drafts[0], " ".join(config.data) or "DATA"
     words = [
-        f"draftsmith train {first.family} --target {config.target} --data {data} --out DRAFT",
+        f"draftsmith train {first.family} {quote(config.target)} --data {data} --out DRAFT",
         f"--epochs {config.epochs:g}",
         *(["--target-offload", config.target_offload] if config.target_offload else []),
         *([config.recipe] if config.recipe else []),
@@ -259,7 +260,7 @@ def give(config: PlanConfig, drafts: list[Planned]) -> list[str]:
     ]
     lines = [" ".join(words)]
     if not config.data:
-        generate = f"draftsmith generate --target {config.target} --prompts PROMPTS --out DATA"
+        generate = f"draftsmith generate {quote(config.target)} --prompts PROMPTS --out DATA"
         lines.insert(0, generate)
     if first.target_share > STORED_PAYS and config.epochs > 1:
         lines.append(

@@ -15,7 +15,7 @@ OURS = "draftsmith_rounds_total"
 STRANGE = 0.05
 LOW = 0.30  # alpha_0 below which no drafter that reads the target's states pays
 FEWEST_ROUNDS = 100  # fewer prove too little
-CHECK_DRAFT = "run draftsmith doctor --target T --draft D"
+CHECK_DRAFT = "run draftsmith doctor T --draft D"
 FALLBACK_MENDS = {
     "nan": "the draft's weights give NaN: publish or load a sound version; " + CHECK_DRAFT,
     "invalid": "the draft proposes tokens that the target does not have; " + CHECK_DRAFT,

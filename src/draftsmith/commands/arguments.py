@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 from draftsmith import config as configuration
 from draftsmith.commands.peers import in_our_names
 from draftsmith.commands.table import COMMANDS
+from draftsmith.config import TARGET
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.progress import say
 
 EXTRA = "recipe.yaml | key=value"
 RECIPES = "config_files"
-TARGET = "target"  # option that a word without a name stands for
 
 
 class Parser(argparse.ArgumentParser):

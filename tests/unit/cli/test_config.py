@@ -125,10 +125,15 @@ def test_a_command_line_is_typed_again_and_holds_no_secret() -> None:
         ("a", "--target", "t"),
         ("b", "optim.lr=1e-5", "--target", "two words", "--taps", "2", "5", "--no-cache"),
         ("a", "--target", "t", "minutes=2", "--learn", "--keys", "x=1", "off"),
+        ("a", "--target", "t=1"),
+        ("a", "--target", "t.yaml"),
     ):
         line = configuration.command_line("sample", resolve(*words))
         assert resolve(*shlex.split(line)[2:]) == resolve(*words)
         assert "--port" not in line
+    assert configuration.command_line("sample", resolve("a", "--target", "t")) == (
+        "draftsmith sample a t"
+    )
     bench = load(COMMANDS["bench"].config)(url="u", api_key="hidden", ignore_eos=False)
     assert configuration.command_line("bench", bench) == "draftsmith bench ignore_eos=false --url u"
     bench = load(COMMANDS["bench"].config)(url="http://user:p@ss@host:1/v1")

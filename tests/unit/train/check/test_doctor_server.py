@@ -96,7 +96,7 @@ TROUBLES: dict[str, tuple[dict[str, float], str, str, str]] = {
         {'draftsmith_accepted_total{draft_version="7",position="0"}': 20},
         "drafting.acceptance",
         "fail",
-        "draftsmith doctor --target",
+        "draftsmith doctor T",
     ),
     "a new version": (
         {'draftsmith_drafting_rounds_total{draft_version="7"}': 30},

@@ -61,12 +61,12 @@ def test_what_is_to_be_given_is_a_command_of_train(planned: Planned, tmp_path: P
     (draft,) = found["drafts"]
     assert (draft["family"], draft["options"]) == ("mtp", ["draft.intermediate_size=32"])
     generate, train = found["give"][:2]
-    assert generate.startswith("draftsmith generate --target ")
     words = train.split()[2:]
     config = build(
         TrainConfig, collect(TrainConfig, parse(parser_for("train", TrainConfig), words))
     )
     assert (config.family, config.epochs, config.batch_size) == ("mtp", 2, 2)
+    assert generate == f"draftsmith generate {config.target} --prompts PROMPTS --out DATA"
 
 
 def test_a_family_that_cannot_be_planned_is_left_out_with_its_reason(
@@ -115,7 +115,7 @@ def test_a_table_for_people(
         main(["plan", "--target", tiny_target("llama"), "--families", "mlp", "--epochs", "3"]) == 0
     )
     said = capsys.readouterr().out
-    assert "| draft" in said and "draftsmith train mlp --target" in said
+    assert "| draft" in said and f"draftsmith train mlp {tiny_target('llama')} --data" in said
     assert "activations come on top" in said
 
 
