@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.cli import main
 from draftsmith.errors import UserError
-from draftsmith.files import write_json
+from draftsmith.files import read_json, write_json
 from draftsmith.train.export.command import push
 from tests.forked import free_port
 
@@ -218,6 +218,9 @@ def test_push_uploads_the_whole_export(
     front = yaml.safe_load(written["README.md"].decode().split("---")[1])
     assert "speculative-decoding" in front["tags"]
     assert "base_model" not in front, "a local path is not a Hub id"
+    name = Path(read_json(draft / "draftsmith.json")["target"]["name"]).name
+    assert f"draftsmith serve {name} --draft ann/draft" in written["README.md"].decode()
+    assert str(draft.parent) not in written["README.md"].decode()
 
 
 def test_a_refused_push_keeps_the_export_and_says_so(

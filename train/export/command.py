@@ -48,7 +48,7 @@ def run(config: ExportConfig) -> int:
         write(source, folder)
         write_json(folder / RECORD, shown_record(config, source))
         copy_pictures(source, folder)
-        card = model_card(source, folder, engine=config.to, name=config.push or out.name)
+        card = model_card(source, folder, engine=config.to, repository=config.push)
         (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"wrote {source.family} for {config.to} to {out}")
     if (warning := SHARED_NOISE.sentence(source.family)) in card:

@@ -13,13 +13,14 @@ import yaml
 from huggingface_hub import EvalResult, metadata_load
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from draftsmith.config import build, command_line
+from draftsmith.config import TARGET, build, command_line
 from draftsmith.drafters.checkpoint import RECORD, draft_sampling_of
 from draftsmith.errors import UserError
 from draftsmith.files import markdown_table
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.mixture import provenances
-from draftsmith.train.export.gguf import DRAFT, TARGET
+from draftsmith.train.export.gguf import DRAFT
+from draftsmith.train.export.gguf import TARGET as HELD
 from draftsmith.train.export.openvino import TARGET as BESIDE
 from draftsmith.train.export.serving import (
     SGLANG_ALGORITHMS,
@@ -65,25 +66,30 @@ PROBABILISTIC = (
 )
 
 
-def model_card(source: ExportSource, folder: Path, *, engine: str, name: str) -> str:
+def model_card(source: ExportSource, folder: Path, *, engine: str, repository: str | None) -> str:
     """The card of the export in `folder`, at most 60 lines. Plots, and the record, which holds all
-    that is left out, lie beside it."""
-    target, found = shown_name(source.target_name), evaluations(source.metadata)
-    record = source.metadata.get("training") or {}
+    that is left out, lie beside it.
+
+    Commands name target and draft where they lie, so that they run here; of a card for a
+    `repository` of the Hub they name no place of this machine.
+    """
+    name, target = repository or source.out.name, shown_name(source.target_name)
+    place = source.target_name if repository is None else target
+    found, record = evaluations(source.metadata), source.metadata.get("training") or {}
     sections = [
         f"# {name}\nA draft for [speculative decoding](https://arxiv.org/abs/2211.17192) with "
         f"`{target}`: {METHODS[source.family]}. Speculation with it never changes the target's "
         f"output distribution, only its speed. Exported with draftsmith {__version__}, layout "
         f"{engine}.",
-        "## Serving\n" + serving(source, target, engine=engine, name=name),
+        "## Serving\n" + serving(source, place, repository or str(source.out), engine=engine),
         "## Measured acceptance\n" + measured(found, folder),
-        "## Training\n" + training(record, folder),
+        "## Training\n" + training(record, folder, place),
     ]
     return "\n\n".join([front_matter(source, name, found), *sections]) + "\n"
 
 
 def shown_name(name: str) -> str:
-    """A Hub id as it is, and of a path the last part: a card names no place of this machine."""
+    """A Hub id as it is, and of a path the last part."""
     return name if is_hub_id(name) else Path(name).name
 
 
@@ -190,19 +196,19 @@ def picture_in(folder: Path, name: str, what: str) -> list[str]:
     return [f"![{what}]({name})"] if (folder / name).is_file() else []
 
 
-def training(record: dict[str, Any], folder: Path) -> str:
+def training(record: dict[str, Any], folder: Path, target: str) -> str:
     if not record:
         return "The checkpoint carries no training record."
     lines = [f"{summary(record)}`{RECORD}` holds the whole record that the trainer left."]
-    if command := command_of(record.get("config") or {}):
+    if command := command_of(record.get("config") or {}, target):
         lines += ["```sh", command, "```"]
     return "\n".join(lines + picture_in(folder, CURVES, "loss, alpha and tau while training"))
 
 
-def command_of(values: dict[str, Any]) -> str:
+def command_of(values: dict[str, Any], target: str) -> str:
     """The command of a record of this version, with the names of its folders; else nothing."""
     try:
-        return command_line("train", build(TrainConfig, without_places(values)))
+        return command_line("train", build(TrainConfig, without_places(values) | {TARGET: target}))
     except UserError:
         return ""
 
@@ -240,9 +246,9 @@ def summary(record: dict[str, Any]) -> str:
     )
 
 
-def serving(source: ExportSource, target: str, *, engine: str, name: str) -> str:
+def serving(source: ExportSource, target: str, draft: str, *, engine: str) -> str:
     k = source.num_speculative_tokens
-    known = commands(source.family, engine, name, target, k, stitched=source.is_stitched)
+    known = commands(source.family, engine, draft, target, k, stitched=source.is_stitched)
     lines = [f"# {title}\n{command}" for title, command in known]
     shown = ["\n".join(["```", *lines, "```"])]
     in_triton = engine == "triton" and source.family not in VLLM_GREEDY
@@ -256,7 +262,7 @@ def commands(
 ) -> list[tuple[str, str]]:
     """(engine, shell or Python lines) for every engine that reads this layout. `draft` is this
     folder or its Hub id."""
-    words = ["draftsmith", "serve", "--target", target, "--draft", draft, "--k", str(k)]
+    words = ["draftsmith", "serve", target, "--draft", draft, "--k", str(k)]
     own = [("draftsmith", join(words))]
     if engine == "triton":
         return [
@@ -268,8 +274,8 @@ def commands(
     if engine == "speculators" and family in VLLM_SPECULATORS:
         return [("vLLM (finds the target by itself)", f"vllm serve {quote(draft)}"), *own]
     if engine == "gguf":
-        title = f"llama.cpp ({TARGET} is the target, which --with-target writes here)"
-        return [(title, llama_command(family, f"{draft}/{TARGET}", f"{draft}/{DRAFT}", k))]
+        title = f"llama.cpp ({HELD} is the target, which --with-target writes here)"
+        return [(title, llama_command(family, f"{draft}/{HELD}", f"{draft}/{DRAFT}", k))]
     if engine == "openvino":
         beside = f"{draft}/{BESIDE} is the target, which --with-target writes here"
         return [(f"OpenVINO GenAI ({beside})", genai_code(f"{draft}/{BESIDE}", draft, k))]

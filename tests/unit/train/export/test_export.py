@@ -219,8 +219,11 @@ def test_the_card_is_read_at_a_glance_and_by_the_hub(draft: Path, to: str) -> No
     set_record(draft, evaluation=found, training=training)
     (draft / "curves.png").write_bytes(b"\x89PNG")
     path = export(draft, to=to) / "README.md"
-    card = path.read_text()
-    assert len(card.splitlines()) <= 60 - 4
+    written = path.read_text()
+    assert len(written.splitlines()) <= 60 - 4
+    assert f"draftsmith train draft-lm {trained.target} optim" in written
+    # Commands alone name places, those of the target and of the export.
+    card = written.replace(trained.target, "TARGET").replace(str(path.parent), "OUT")
     assert not re.search(r"(?<![\w:/.])/\w", card) and str(draft.parent) not in card
     assert "10.0.0.5" not in card
     record = read_json(path.parent / "draftsmith.json")
@@ -235,9 +238,8 @@ def test_the_card_is_read_at_a_glance_and_by_the_hub(draft: Path, to: str) -> No
         (f"tau, temperature {t}, k = 3", 2.4) for t in (0, 1)
     ]
     ModelCardData(**front, ignore_metadata_errors=False)
-    target = Path(trained.target).name
     assert (
-        f"draftsmith train draft-lm optim.lr=0.001 --target {target} --data answers --out draft "
+        "draftsmith train draft-lm TARGET optim.lr=0.001 --data answers --out draft "
         "--deepspeed zero.json" in card
     )
     assert "| 5 more in `draftsmith.json` |" in tight(card)
@@ -279,8 +281,8 @@ def test_the_card_says_when_nothing_was_measured(draft: Path) -> None:
 def test_the_card_says_how_to_serve_in_each_engine(
     draft: Path, tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    card = (export(draft, speculative_tokens=4) / "README.md").read_text()
-    target = Path(tiny_target("llama")).name
+    out = export(draft, speculative_tokens=4)
+    card, target = (out / "README.md").read_text(), tiny_target("llama")
     assert f'vllm serve {target} --speculative-config \'{{"method": "draft_model"' in card
     assert '"num_speculative_tokens": 4, "draft_sample_method": "probabilistic"' in card
     assert "vLLM's default drafts its likeliest token" in card
@@ -292,4 +294,4 @@ def test_the_card_says_how_to_serve_in_each_engine(
         "--speculative-algorithm STANDALONE" in card and "--speculative-num-draft-tokens 5" in card
     )
     assert "assistant_model=" in card
-    assert f"draftsmith serve --target {target} --draft out --k 4" in card
+    assert f"draftsmith serve {target} --draft {out} --k 4" in card

@@ -190,7 +190,7 @@ def test_a_module_beside_its_target_is_read_by_vllm(
     assert torch.equal(tensors["lm_head.weight"], target.output_weight)
     out = export(tmp_path / "draft", "vllm", proves=True)
     card = (out / "README.md").read_text()
-    assert f"vllm serve {Path(target.name).name} " in card and '"method": "mtp"' in card
+    assert f"vllm serve {target.name} " in card and '"method": "mtp"' in card
     assert """--hf-overrides '{"num_nextn_predict_layers": 1}'""" in card
 
 

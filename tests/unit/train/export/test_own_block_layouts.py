@@ -159,7 +159,7 @@ def test_sglang_reads_qwens_modules(
     target = Target.load(without_module(kind), dtype=torch.float32)
     out = export(saved("mtp", target, tmp_path / "draft"), "sglang", proves=True)
     card = (out / "README.md").read_text()
-    assert "--model-path draft-sglang --speculative-algorithm NEXTN --speculative-num-steps" in card
+    assert f"--model-path {out} --speculative-algorithm NEXTN --speculative-num-steps" in card
     tensors = load_file(out / "model-mtp.safetensors")
     del tensors["mtp.norm.weight"]
     save_file(tensors, out / "model-mtp.safetensors")
