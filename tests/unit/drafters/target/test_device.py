@@ -64,7 +64,7 @@ def test_the_checkpoints_own_type_where_it_is_faster(
 @pytest.mark.parametrize(
     "seconds, line",
     [
-        (0.5, "dtype bfloat16: the checkpoint's, 14.0 times float32 here"),
+        (0.5, "dtype bfloat16: the checkpoint's, 14.0 times the speed of float32 here"),
         (50.0, "dtype float32: the checkpoint's bfloat16 has 0.14 of its speed here"),
     ],
 )
