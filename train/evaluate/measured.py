@@ -347,8 +347,8 @@ class HeldOut:
         figures = self._measured(drafter, self.sequences, progress=progress.update, **clock)
         self.sequences = self.sequences[: figures.prompts]
         if shows:
-            fewer = figures.prompts < count
-            progress.close(f"{figures.prompts} of {count} prompts, by --minutes" if fewer else "")
+            fewer = f"only {figures.prompts} of {count} prompts: it may take a tenth of --minutes"
+            progress.close(fewer if figures.prompts < count else "")
             evaluation = [measurement.to_dict() for measurement in figures.measurements]
             BestDraft(RunFolder(self.config.out).training).offer(
                 drafter, step=step, tau=figures.tau.value, evaluation=evaluation
