@@ -20,7 +20,7 @@ from draftsmith.distill.throttle import (
     nothing,
     scraper,
 )
-from draftsmith.drafters.target.sharded import check_offload
+from draftsmith.drafters.config import check_offload
 from draftsmith.errors import UserError, first_line
 from draftsmith.lock import folder_lock, stopping
 

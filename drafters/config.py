@@ -3,6 +3,7 @@ Torch-free."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -57,6 +58,30 @@ def check_draft_options(pair: Pair, *, other_draft: bool = False) -> None:
     name = next((name for name, is_given in given.items() if is_given), None)
     if pair.draft is None and name is not None:
         raise UserError(f"{name} is given without a draft; name the draft too or leave it out")
+
+
+def check_shares(shares: int, command: str) -> None:
+    """Raises `UserError` where the processes of `command` make no whole number of copies."""
+    running = os.environ.get("WORLD_SIZE") or "1"
+    if shares > 1 and int(running) % shares:
+        raise UserError(
+            f"option 'target_shares' is {shares} but {running} processes run; start a multiple of "
+            f"{shares} with torchrun --nproc_per_node N -m draftsmith.cli {command} ..."
+        )
+
+
+def check_offload(offload: str | None, *, shares: int = 1, dtype: str) -> None:
+    """Raises `UserError` for a target that is to run layer after layer where no process has its
+    layers by itself."""
+    others = {
+        f"'target_shares' {shares}": shares > 1,
+        "its dtype int8, which is made of weights that are loaded": dtype == "int8",
+    }
+    for what, is_given in others.items():
+        if offload is not None and is_given:
+            raise UserError(
+                f"option 'target_offload' is {offload!r} and {what}; leave one of them out"
+            )
 
 
 def named_folders(entries: Sequence[str]) -> dict[str, str]:

@@ -8,8 +8,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from draftsmith.config import check_limits, to_dict
+from draftsmith.drafters.config import check_offload, check_shares
 from draftsmith.drafters.options import DrafterOptions, MedusaOptions, MtpOptions, options_of
-from draftsmith.drafters.target.sharded import check_offload, check_shares
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of

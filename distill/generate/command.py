@@ -31,7 +31,7 @@ from draftsmith.distill.generate.steps import (
     store_taps,
 )
 from draftsmith.distill.generate.writers import TargetWriter
-from draftsmith.drafters.target.sharded import check_offload
+from draftsmith.drafters.config import check_offload
 from draftsmith.errors import UserError
 from draftsmith.lock import folder_lock
 

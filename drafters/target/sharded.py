@@ -94,30 +94,6 @@ def spread(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
     return model
 
 
-def check_shares(shares: int, command: str) -> None:
-    """Raises `UserError` where the processes of `command` make no whole number of copies."""
-    running = os.environ.get("WORLD_SIZE") or "1"
-    if shares > 1 and int(running) % shares:
-        raise UserError(
-            f"option 'target_shares' is {shares} but {running} processes run; start a multiple of "
-            f"{shares} with torchrun --nproc_per_node N -m draftsmith.cli {command} ..."
-        )
-
-
-def check_offload(offload: str | None, *, shares: int = 1, dtype: str) -> None:
-    """Raises `UserError` for a target that is to run layer after layer where no process has its
-    layers by itself."""
-    others = {
-        f"'target_shares' {shares}": shares > 1,
-        "its dtype int8, which is made of weights that are loaded": dtype == "int8",
-    }
-    for what, is_given in others.items():
-        if offload is not None and is_given:
-            raise UserError(
-                f"option 'target_offload' is {offload!r} and {what}; leave one of them out"
-            )
-
-
 @contextmanager
 def gathered(layer: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The layer with its weights whole and in memory: of a spread one every process must ask for

@@ -15,7 +15,7 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.config import EvalConfig
-from draftsmith.train.evaluate.command import run
+from draftsmith.train.evaluate.start import run
 from tests.forked import Forked, Ranks, cli, finish, one_thread
 
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.config import TOP, build, merge, read_yaml, to_dict
+from draftsmith.drafters.config import check_offload
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import OPTIONS, DrafterOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
-from draftsmith.drafters.target.sharded import check_offload
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import markdown_table

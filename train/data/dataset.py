@@ -20,6 +20,7 @@ from draftsmith.drafters.vocabulary import tokenizer_difference
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.prompts.shares import uniform
+from draftsmith.train.data.folders import shards_of
 
 REQUIRED = ("input_ids", "loss_mask")
 
@@ -180,16 +181,7 @@ def load_rows(folder: Path) -> Any:
     """Rows with every column."""
     import datasets
 
-    if not folder.is_dir():
-        raise UserError(
-            f"data {str(folder)!r} is not a folder; give one written by `draftsmith generate`"
-        )
-    shards = sorted(str(path) for path in folder.glob("part-*.parquet"))
-    if not shards:
-        raise UserError(
-            f"data {str(folder)!r} holds no part-*.parquet file; give a folder written by "
-            "`draftsmith generate`"
-        )
+    shards = shards_of(folder)
     datasets.disable_progress_bars()
     try:
         rows = datasets.load_dataset("parquet", data_files=shards, split="train")

@@ -69,6 +69,27 @@ def _folder_of(word: str) -> DataFolder:
     return DataFolder(path, weight)
 
 
+def shards_of(folder: str | Path) -> list[str]:
+    """Files that hold the rows of a folder. Raises a `UserError` where there are none."""
+    if not Path(folder).is_dir():
+        raise UserError(
+            f"data {str(folder)!r} is not a folder; give one written by `draftsmith generate`"
+        )
+    shards = sorted(str(path) for path in Path(folder).glob("part-*.parquet"))
+    if not shards:
+        raise UserError(
+            f"data {str(folder)!r} holds no part-*.parquet file; give a folder written by "
+            "`draftsmith generate`"
+        )
+    return shards
+
+
+def check_folders(data: str | Sequence[str] | None) -> None:
+    """Raises a `UserError` for a folder of an option `data` that holds no rows."""
+    for folder in folders_of(data):
+        shards_of(folder.path)
+
+
 def named(data: str | Sequence[str] | None) -> str:
     """The folders of an option `data` for a sentence, quoted."""
     return ", ".join(repr(folder.path) for folder in folders_of(data))

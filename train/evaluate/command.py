@@ -13,25 +13,23 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from draftsmith.config import check_limits, command_line, for_others
+from draftsmith.config import command_line, for_others
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.checkpoint import draft_sampling_of
 from draftsmith.drafters.target.device import device_of, load_target
-from draftsmith.drafters.target.sharded import check_offload, join, leave_group
+from draftsmith.drafters.target.sharded import join, leave_group
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.drafters.weights import TellsReads
 from draftsmith.errors import UserError
 from draftsmith.files import (
     as_values,
-    check_result,
     markdown_table,
     page_of,
     write_json,
     write_page,
 )
 from draftsmith.kernels.acceptance import DraftCost, bucket_of, label_of
-from draftsmith.prompts.suites import check_suite, most_tokens, read_suite
+from draftsmith.prompts.suites import most_tokens, read_suite
 from draftsmith.train.config import EvalConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.folders import folders_of
@@ -66,7 +64,10 @@ DRAFTS = {
 
 
 def run(config: EvalConfig) -> int:
-    check(config)
+    """Evaluates by options that `start` has checked."""
+    # Before minutes are spent on figures that could not be written.
+    if config.store:
+        checkpoint.read_metadata(config.draft)
     quiet()
     if config.target_shares == 1:
         evaluate(config)
@@ -155,40 +156,6 @@ def texts_of(config: EvalConfig, target: Target) -> dict[float, BySource]:
 
 def chosen_of(config: EvalConfig, mixture: Mixture) -> list[TokenSequence]:
     return (mixture.held_out if len(mixture.held_out) else mixture.train).first(config.prompts)
-
-
-def check(config: EvalConfig) -> None:
-    check_options(config)
-    check_processes(config)
-    # Before minutes are spent on figures that could not be written.
-    if config.store:
-        checkpoint.read_metadata(config.draft)
-    check_result(config.out, "out")
-
-
-def check_processes(config: EvalConfig) -> None:
-    check_offload(config.target_offload, shares=config.target_shares, dtype=config.dtype)
-    if (running := os.environ.get("WORLD_SIZE") or "1") != str(config.target_shares):
-        raise UserError(
-            f"option 'target_shares' is {config.target_shares} but {running} processes run; start "
-            f"{config.target_shares} with torchrun --nproc_per_node N -m draftsmith.cli eval ..."
-        )
-    if config.target_shares > 1 and config.dtype == "int8":
-        raise UserError(
-            f"option 'target_shares' is {config.target_shares} and 'dtype' is int8, whose layers "
-            "are not spread; leave one of them out"
-        )
-
-
-def check_options(config: EvalConfig) -> None:
-    check_limits(config)
-    check_suite(config, ("data", "prompts", "held_out"))
-    if config.suite is None:
-        if not config.data:
-            raise UserError("option 'data' is not given; give folders of data, or a suite")
-        folders_of(config.data)
-    for tree in config.tree:
-        parse_tree(tree)
 
 
 def warn_of_trained_text(config: EvalConfig, mixture: Mixture) -> None:

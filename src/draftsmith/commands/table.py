@@ -40,15 +40,13 @@ COMMANDS = {
         "train",
         "draftsmith.train.resolve:check_options",
         saves=True,
-        loads=True,
     ),
     "eval": Command(
         "draftsmith.train.config:EvalConfig",
-        "draftsmith.train.evaluate.command:run",
+        "draftsmith.train.evaluate.start:run",
         "alpha_i and tau of a draft, with confidence intervals",
         "train",
-        "draftsmith.train.evaluate.command:check_options",
-        loads=True,
+        "draftsmith.train.evaluate.start:check_options",
     ),
     "serve": Command(
         "draftsmith.serve.config:ServeConfig",

@@ -188,5 +188,19 @@ for name, words in {"plan": ["t"], "top": []}.items():
     assert done.stdout.count("Config(") == 2
 
 
+def test_wrong_options_are_refused_before_torch_is_loaded() -> None:
+    code = """
+import sys
+from draftsmith import cli
+cli.main(["eval", "t", "--draft", "d"])
+cli.main(["train", "eagle3", "t", "--data", "no/such", "--out", "o"])
+sys.exit("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    missing, wrong = done.stderr.strip().split("\n")
+    assert "'data' is not given" in missing and "'no/such' is not a folder" in wrong
+    assert done.returncode == 0
+
+
 if __name__ == "__main__":
     FLAGS.write_text(flag_list())

@@ -1,0 +1,56 @@
+"""Start of `draftsmith eval`: wrong options are an error at once, before torch and transformers,
+which take seconds to import."""
+
+from __future__ import annotations
+
+import os
+
+from draftsmith.config import check_limits
+from draftsmith.drafters.config import check_offload
+from draftsmith.drafters.tree_shape import parse_tree
+from draftsmith.errors import UserError
+from draftsmith.files import check_result
+from draftsmith.progress import say_loading
+from draftsmith.prompts.suites import check_suite
+from draftsmith.train.config import EvalConfig
+from draftsmith.train.data.folders import check_folders, folders_of
+
+
+def run(config: EvalConfig) -> int:
+    check(config)
+    say_loading()
+    from draftsmith.train.evaluate.command import run as evaluate
+
+    return evaluate(config)
+
+
+def check(config: EvalConfig) -> None:
+    check_options(config)
+    check_processes(config)
+    check_folders(config.data)
+    check_result(config.out, "out")
+
+
+def check_processes(config: EvalConfig) -> None:
+    check_offload(config.target_offload, shares=config.target_shares, dtype=config.dtype)
+    if (running := os.environ.get("WORLD_SIZE") or "1") != str(config.target_shares):
+        raise UserError(
+            f"option 'target_shares' is {config.target_shares} but {running} processes run; start "
+            f"{config.target_shares} with torchrun --nproc_per_node N -m draftsmith.cli eval ..."
+        )
+    if config.target_shares > 1 and config.dtype == "int8":
+        raise UserError(
+            f"option 'target_shares' is {config.target_shares} and 'dtype' is int8, whose layers "
+            "are not spread; leave one of them out"
+        )
+
+
+def check_options(config: EvalConfig) -> None:
+    check_limits(config)
+    check_suite(config, ("data", "prompts", "held_out"))
+    if config.suite is None:
+        if not config.data:
+            raise UserError("option 'data' is not given; give folders of data, or a suite")
+        folders_of(config.data)
+    for tree in config.tree:
+        parse_tree(tree)
