@@ -34,7 +34,8 @@ DROPPED = {
 
 
 class Reporter(TrainerCallback):
-    """Writes on rank 0 only; counts time and stops on every rank alike."""
+    """Writes on rank 0 only; counts time and stops on every rank alike. `window` is read after each
+    step; None where a device would be waited for."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Reporter(TrainerCallback):
         steps_per_epoch: float,
         label: str,
         eval_every: int = 0,
+        window: MetricWindow | None = None,
     ):
         self.folder = folder
         self.file = MetricsFile(folder.metrics)
@@ -53,12 +55,15 @@ class Reporter(TrainerCallback):
         self.eval_every = eval_every
         self.evaluated = -1  # step of the last evaluation
         self.progress: Progress | None = None
-        self.note = ""
+        self.window = window
+        self.logged = 0  # step of the last line with a loss
+        self.shown: dict[str, float] = {}  # beside the bar
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
     ) -> None:
         self.clock.start(self.clock.elapsed_s)
+        self.logged = state.global_step
         if not state.is_world_process_zero:
             return
         if self.clock.budget_s is None:
@@ -74,8 +79,10 @@ class Reporter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
     ) -> None:
         if self._is_over(args):
-            control.should_training_stop = control.should_save = control.should_log = True
-        elif self.eval_every and not control.should_training_stop:
+            control.should_training_stop = control.should_save = True
+        if control.should_training_stop:
+            control.should_log = True
+        elif self.eval_every:
             control.should_evaluate = state.global_step % self.eval_every == 0
         if self.progress is not None:
             done = (
@@ -83,7 +90,9 @@ class Reporter(TrainerCallback):
                 if self.clock.budget_s is None
                 else min(self.progress.total, int(self.clock.elapsed_s))
             )
-            self.progress.update(done, self.note)
+            if self.window is not None:
+                self.shown |= self.window.so_far(state.global_step - self.logged)
+            self.progress.update(done, note_of(self.shown))
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
@@ -136,7 +145,9 @@ class Reporter(TrainerCallback):
                     **logs,
                 }
             )
-            self.note = note_of(logs) or self.note
+        if "loss" in logs:
+            self.shown |= logs
+            self.logged = state.global_step
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **unused: Any
@@ -160,7 +171,7 @@ class Reporter(TrainerCallback):
     ) -> None:
         if self.progress is not None:
             self.progress.close(
-                f"{state.global_step} steps, {self.note or 'all of them done before'}"
+                f"{state.global_step} steps, {note_of(self.shown) or 'all of them done before'}"
             )
 
     def _stop_when_lost(
@@ -229,14 +240,24 @@ class MetricWindow:
     def __init__(self, depths: int, kind: DivergenceKind) -> None:
         self.depths = depths  # draft positions of a round that the predicted tau assumes
         self.name = kind.metric
+        self.loss: torch.Tensor | float = 0.0  # summed over steps
         self.sums: torch.Tensor | None = None  # [4, S] weight, divergence, alpha, outside
         self.recent: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def add(self, unrolled: UnrolledLoss, loss_mask: torch.Tensor) -> None:
+    def add(self, unrolled: UnrolledLoss, loss_mask: torch.Tensor, loss: torch.Tensor) -> None:
+        self.loss = self.loss + loss.detach()
         sums = torch.stack([value.detach().double() for value in unrolled.sums])
         self.sums = sums if self.sums is None else self.sums + sums
         if unrolled.keep is not None:
             self.recent = [*self.recent, (unrolled.keep.detach(), loss_mask)][-self.RECENT :]
+
+    def so_far(self, steps: int) -> dict[str, float]:
+        """loss and alpha_s of this rank over the window, which is of so many steps and stays."""
+        if self.sums is None:
+            return {}
+        alpha = (self.sums[2] / self.sums[0].clamp(min=1e-9)).tolist()
+        found = {f"alpha_{depth}": value for depth, value in enumerate(alpha, start=1)}
+        return {"loss": float(self.loss) / steps, **found}
 
     def drain(self, reduce: Callable[..., torch.Tensor]) -> dict[str, float]:
         """forward_kl_s (or what is trained by), alpha_s (s from 1) and outside of the window over
@@ -253,7 +274,7 @@ class MetricWindow:
         tau = self._tau()
         if tau is not None:
             metrics["tau"] = tau
-        self.sums, self.recent = None, []
+        self.loss, self.sums, self.recent = 0.0, None, []
         return metrics
 
     def _tau(self) -> float | None:

@@ -225,6 +225,7 @@ def new_trainer(
             steps_per_epoch=per_epoch / (config.accumulate * placement.world_size),
             label=f"train {config.family}",
             eval_every=eval_every,
+            window=trainer.window if reads_freely(placement.device) else None,
         )
     )
     return trainer

@@ -210,10 +210,10 @@ class DraftTrainer(Trainer):
         outputs = model(
             **inputs, num_items_in_batch=num_items_in_batch, step=self.state.global_step
         )
-        self.window.add(outputs["unrolled"], is_of_data(inputs["text"]))
         # Data-parallel ranks average their gradients, and `num_items_in_batch` already counts the
         # tokens of all.
         loss = outputs["loss"] * self.accelerator.num_processes
+        self.window.add(outputs["unrolled"], is_of_data(inputs["text"]), loss)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -72,6 +72,13 @@ def test_training_lowers_the_loss_and_raises_alpha(family, options, configure):
     assert record["family"] == family and record["training"]["steps"] == 40
 
 
+def test_a_short_run_ends_with_the_figures_of_its_last_steps(configure, capsys):
+    run(config := configure(steps=3, log_every=20))
+    first, last = metrics(config)
+    assert (first["step"], last["step"]) == (1, 3)
+    assert f"3 steps, loss {last['loss']:.3f}, alpha " in capsys.readouterr().err
+
+
 def test_without_held_out_prompts_no_weights_are_gathered_to_be_evaluated(configure):
     config = configure(eval_prompts=0)
     material = session.prepare(config)
