@@ -265,7 +265,11 @@ class EvalConfig(SuiteOptions):
         (0.0, 1.0), "temperatures to evaluate at", limits=NOT_NEGATIVE
     )
     prompts: int = option(64, "prompts read at most", limits=AT_LEAST_1)
-    k: int = option(5, "draft positions to evaluate", limits=AT_LEAST_1)
+    k: int | None = option(
+        None,
+        "draft tokens per round [default: as many as the draft was trained for, else 4]",
+        limits=AT_LEAST_1,
+    )
     draft_sampling: str = option("sampled", DRAFT_SAMPLING_HELP, choices=SAMPLINGS)
     tree: tuple[str, ...] = option(
         (), "draft trees whose tau is measured too, for example dynamic sampled:3x2x1x1"
@@ -378,8 +382,11 @@ class ExportConfig:
     with_target: bool = option(
         False, "write the target beside the draft, where the layout holds targets (gguf, openvino)"
     )
-    speculative_tokens: int = option(
-        3, "draft length k that the export recommends to the engine", limits=AT_LEAST_1
+    speculative_tokens: int | None = option(
+        None,
+        "draft tokens per round that the export recommends to the engine [default: as many as the "
+        "draft was trained for, else 3]",
+        limits=AT_LEAST_1,
     )
     push: str | None = option(None, "upload the export to this Hub repository, user/repo")
     private: bool = option(False, "make the Hub repository private when --push creates it")

@@ -25,6 +25,7 @@ from draftsmith.errors import UserError
 from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, OnPolicyConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate import command as evaluation
+from draftsmith.train.evaluate.start import check
 from tests.forked import Forked, finish, one_thread
 from tests.integration.own_memory import GROWN, large_target
 
@@ -212,9 +213,7 @@ def test_what_other_commands_cannot_offload_is_refused(
     loop: Callable[..., Any], target_folder: str
 ) -> None:
     with pytest.raises(UserError, match="'target_offload' is 'disk' and its dtype int8"):
-        evaluation.run(
-            EvalConfig(target="t", draft="d", data=("x",), target_offload="disk", dtype="int8")
-        )
+        check(EvalConfig(target="t", draft="d", data=("x",), target_offload="disk", dtype="int8"))
     asked = GenerateOptions(target="t", prompts="p", out="o", target_offload="disk")
     with pytest.raises(UserError, match="read again for every token of an answer"):
         generate.run(asked, none_written)

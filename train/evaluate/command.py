@@ -30,7 +30,7 @@ from draftsmith.files import (
 )
 from draftsmith.kernels.acceptance import DraftCost, bucket_of, label_of
 from draftsmith.prompts.suites import most_tokens, read_suite
-from draftsmith.train.config import EvalConfig
+from draftsmith.train.config import EvalConfig, UnrollConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.data.mixture import Mixture, provenances, read_mixture
@@ -47,6 +47,7 @@ from draftsmith.train.evaluate.teacher_forced import (
     temperature_of,
 )
 from draftsmith.train.quiet import quiet
+from draftsmith.train.resolve import trained_k
 
 __all__ = ["Evaluation", "evaluate_draft", "run"]
 
@@ -90,9 +91,11 @@ def evaluate(config: EvalConfig) -> None:
     target = open_target(config)
     target.check_length(config.max_length, "option 'max_length'")
     drafter = checkpoint.load(config.draft, target)
+    k = config.k or trained_k(training_of(config.draft)) or UnrollConfig().steps
     texts = texts_of(config, target)
     found = [
-        evaluate_at(config, temperature, target, drafter, own) for temperature, own in texts.items()
+        evaluate_at(config, temperature, target, drafter, own, k)
+        for temperature, own in texts.items()
     ]
     trees = [
         measure_tree(
@@ -158,14 +161,17 @@ def chosen_of(config: EvalConfig, mixture: Mixture) -> list[TokenSequence]:
     return (mixture.held_out if len(mixture.held_out) else mixture.train).first(config.prompts)
 
 
+def training_of(draft: str) -> dict[str, Any]:
+    """Record of the draft's training; empty where it was made elsewhere."""
+    where = checkpoint.locate(draft)
+    if not (where / checkpoint.RECORD).is_file():
+        return {}
+    return checkpoint.read_metadata(where).get("training", {})
+
+
 def warn_of_trained_text(config: EvalConfig, mixture: Mixture) -> None:
     """A draft does better on text that it has seen."""
-    where = checkpoint.locate(config.draft)
-    training = (
-        checkpoint.read_metadata(where).get("training", {})
-        if (where / checkpoint.RECORD).is_file()
-        else {}
-    )
+    training = training_of(config.draft)
     kept_back = training.get("config", {}).get("held_out", 1.0)
     # Of an export, without the folders.
     trained_on = for_others(provenances(training.get("data", {})))
@@ -193,11 +199,12 @@ def evaluate_at(
     target: Target,
     drafter: Any,
     texts: BySource,
+    k: int,
 ) -> OfFolders:
     counts = {
-        path: counts_of(config, temperature, target, drafter, own) for path, own in texts.items()
+        path: counts_of(config, temperature, target, drafter, own, k) for path, own in texts.items()
     }
-    by_folder = {path: evaluation_of(config, temperature, own) for path, own in counts.items()}
+    by_folder = {path: evaluation_of(config, temperature, own, k) for path, own in counts.items()}
     for path, evaluation in by_folder.items():
         if evaluation.unlikely > UNLIKELY_LIMIT:
             raise UserError(
@@ -206,7 +213,7 @@ def evaluate_at(
                 "generate it with this target"
             )
     whole = merge_documents([one for own in counts.values() for one in own])
-    return OfFolders(evaluation_of(config, temperature, whole), by_folder)
+    return OfFolders(evaluation_of(config, temperature, whole, k), by_folder)
 
 
 def texts_at(
@@ -237,22 +244,23 @@ def counts_of(
     target: Target,
     drafter: Any,
     texts: list[TokenSequence],
+    k: int,
 ) -> list[DocumentCounts]:
     return count_documents(
         drafter,
         target,
         texts,
         temperature=temperature,
-        k=config.k,
+        k=k,
         batch_size=config.batch_size,
         draft_sampling=config.draft_sampling,
     )
 
 
 def evaluation_of(
-    config: EvalConfig, temperature: float, counts: list[DocumentCounts]
+    config: EvalConfig, temperature: float, counts: list[DocumentCounts], k: int
 ) -> Evaluation:
-    found = summarise(counts, temperature=temperature, k=config.k, seed=config.seed)
+    found = summarise(counts, temperature=temperature, k=k, seed=config.seed)
     return replace(found, draft_sampling=config.draft_sampling)
 
 
@@ -299,7 +307,7 @@ def shown(
         lines += ["", tree_table(trees)]
     if cost is not None:
         at = ", ".join(f"{bound:.2f} at T={at:g}" for at, bound in memory_bound(cost, evaluations))
-        lines.append(f"memory-bound speed-up (MBSU), {config.k} tokens per round: {at}")
+        lines.append(f"memory-bound speed-up (MBSU): {at}")
     return "\n".join(lines)
 
 
@@ -353,6 +361,7 @@ def notes(evaluations: list[Evaluation]) -> list[str]:
     """Lines below the table: what its figures hold for, and the draft's calibration."""
     is_sampled = any(one.temperature > 0 for one in evaluations)
     return [
+        f"{evaluations[0].k} drafted tokens per round",
         *([DRAFTS[evaluations[0].draft_sampling]] if is_sampled else []),
         *(
             f"confidence at T={one.temperature:g}: expected calibration error {one.calibration:.3f}"

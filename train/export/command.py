@@ -35,6 +35,7 @@ from draftsmith.train.export.table import (
 )
 from draftsmith.train.export.vllm_faults import SHARED_NOISE
 from draftsmith.train.quiet import quiet
+from draftsmith.train.resolve import trained_k
 
 
 def run(config: ExportConfig) -> int:
@@ -132,7 +133,9 @@ def open_source(config: ExportConfig) -> ExportSource:
         trust_remote_code=config.trust_remote_code,
         target_name=target_name,
         target_config=read_json(model / "config.json", "target config"),
-        num_speculative_tokens=config.speculative_tokens,
+        num_speculative_tokens=config.speculative_tokens
+        or trained_k(metadata.get("training", {}))
+        or 3,
         out=Path(config.out),
         with_target=config.with_target,
     )

@@ -44,12 +44,12 @@ LINES = {
         "generate --target {own} --prompts stdlib:code --count 1 --out {out} --url "
         "http://127.0.0.1:1"
     ),
-    "train": "train eagle3 --target {own} --data {out} --out {out}/draft --steps 1",
+    "train": "train eagle3 --target {own} --data {data} --out {out}/draft --steps 1",
     "train from a draft": (
         "train draft-lm --target {plain} --data {data} --out {out}/draft --steps 1 draft.init={own}"
     ),
-    "eval": "eval --target {own} --draft {draft} --data {out}",
-    "eval of a draft": "eval --target {plain} --draft {own} --data {out}",
+    "eval": "eval --target {own} --draft {draft} --data {data}",
+    "eval of a draft": "eval --target {plain} --draft {own} --data {data}",
     "serve": "serve --target {own} --port 0",
     "serve a draft": "serve --target {plain} --draft {own} --port 0",
     "serve another vocabulary": (

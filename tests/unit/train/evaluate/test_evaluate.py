@@ -108,6 +108,19 @@ def test_both_temperatures_are_measured_shown_and_stored(target, draft, data, tm
     assert checkpoint.read_metadata(draft)["evaluation"] == [greedy, sampled]
 
 
+def test_as_many_tokens_are_drafted_as_the_draft_was_trained_for(
+    target, draft, data, tmp_path, capsys
+):
+    options = ["eval", target.name, "--draft", draft, "--data", data, "--temperature", "0"]
+    record = tmp_path / "draft" / "draftsmith.json"
+    for training, k in (({}, 4), ({"config": {"unroll": {"steps": 2}}}, 2)):
+        record.write_text(json.dumps(read_json(record) | {"training": training}))
+        assert cli.main([*options, "--prompts", "2", "--max-tokens", "4"]) == 0
+        said = capsys.readouterr().out
+        assert f"{k} drafted tokens per round" in said
+        assert f"alpha_{k} " in said and f"alpha_{k + 1}" not in said
+
+
 def test_several_folders_are_measured_together_and_each(
     target, draft, data, write_data, tmp_path, capsys
 ):

@@ -273,6 +273,12 @@ def test_the_card_names_data_and_method(draft: Path) -> None:
     )
 
 
+def test_the_card_drafts_as_many_tokens_as_the_training(draft: Path) -> None:
+    for training, k in (({}, 3), ({"config": {"unroll": {"steps": 5}}}, 5)):
+        set_record(draft, training=training)
+        assert f" --k {k}\n" in (export(draft) / "README.md").read_text()
+
+
 def test_the_card_says_when_nothing_was_measured(draft: Path) -> None:
     card = (export(draft) / "README.md").read_text()
     assert "Nothing was measured for this checkpoint" in card and "alpha_1" not in card
