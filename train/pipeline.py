@@ -25,6 +25,7 @@ from draftsmith.files import (
     plain,
     read_json,
     signature,
+    with_interval,
     write_json,
     write_page,
     write_text,
@@ -270,7 +271,7 @@ def figures_row(stage: Stage, found: dict[str, Any]) -> tuple[str, ...]:
         *(re.sub(r"[${}]", "", one) for one in (read["draft"], ", ".join(several))),
         f"{found['temperature']:g}",
         str(found["k"]),
-        f"{tau['value']:.2f} ({tau['low']:.2f}-{tau['high']:.2f})",
+        with_interval(**tau),
         "-" if found.get("mbsu") is None else f"{found['mbsu']:.2f}",
         " ".join("-" if one is None else f"{one['value']:.3f}" for one in found["alpha"]),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftsmith.files import read_json, write_page, write_text
+from draftsmith.files import read_json, with_interval, write_page, write_text
 from scripts.demo.traffic import pooled_alpha, read_shift
 
 DRAFTERS = ("draft-lm", "eagle3", "eagle3-shipped")
@@ -53,7 +53,7 @@ def speed_table(benches: dict[str, Any], evaluations: dict[str, Any]) -> str:
             temperature = ratio["temperature"]
             off, on = case(bench, temperature, "off"), case(bench, temperature, "on")
             served = on["acceptance"]
-            tau = interval(served["tau"], served["tau_95"]) if served else "-"
+            tau = with_interval(served["tau"], *served["tau_95"]) if served else "-"
             lines.append(
                 f"{name:<15}{temperature:>3g}{off['tokens_per_s']:>11.1f}{on['tokens_per_s']:>10.1f}{ratio['speedup']:>8.2f}"
                 f"{tau:>22}{predicted(evaluations.get(name), temperature):>22}"
@@ -71,7 +71,7 @@ def case(bench: dict[str, Any], temperature: float, mode: str) -> dict[str, Any]
 
 def predicted(evaluation: dict[str, Any] | None, temperature: float) -> str:
     tau = predicted_tau(evaluation, temperature)
-    return "-" if tau is None else interval(tau["value"], (tau["low"], tau["high"]))
+    return "-" if tau is None else with_interval(tau["value"], tau["low"], tau["high"])
 
 
 def predicted_tau(evaluation: dict[str, Any] | None, temperature: float) -> dict[str, float] | None:
@@ -81,10 +81,6 @@ def predicted_tau(evaluation: dict[str, Any] | None, temperature: float) -> dict
         else [e for e in evaluation["evaluation"] if e["temperature"] == temperature]
     )
     return found[0]["tau"] if found else None
-
-
-def interval(value: float, bounds: tuple[float, float] | list[float]) -> str:
-    return f"{value:.2f} [{bounds[0]:.2f}, {bounds[1]:.2f}]"
 
 
 def segments(shift: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -119,11 +115,8 @@ def shift_table(shift: dict[str, Any]) -> str:
 def gain_table(gain: dict[str, dict[str, Any]]) -> str:
     lines = [f"{'other prose, T = 1':<30}{'alpha_1':>24}{'tau':>20}"]
     for side, found in gain.items():
-        first, tau = found["alpha"][0], found["tau"]
-        alpha = f"{first['value']:.3f} [{first['low']:.3f}, {first['high']:.3f}]"
-        lines.append(
-            f"{side + ' draft':<30}{alpha:>24}{interval(tau['value'], (tau['low'], tau['high'])):>20}"
-        )
+        alpha, tau = with_interval(**found["alpha"][0], digits=3), with_interval(**found["tau"])
+        lines.append(f"{side + ' draft':<30}{alpha:>24}{tau:>20}")
     first, live = (gain[side]["tau"]["value"] for side in ("first", "live"))
     lines.append(f"live / first: {live / first:.3f} of tau, on the same texts")
     return "\n".join(lines)

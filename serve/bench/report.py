@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.files import markdown_table
+from draftsmith.files import markdown_table, with_interval
 from draftsmith.kernels.acceptance import (
     AcceptanceCounts,
     DraftCost,
@@ -220,13 +220,14 @@ def table(cases: Sequence[Figures]) -> str:
         )
         if case["goodput"] is not None:
             lines.append(_good(case["goodput"]))
+    is_one = len(cases[0]["tokens_per_s_passes"]) == 1
     for ratio in ratios(cases):
         spread = f"{ratio['lowest']:.2f} to {ratio['highest']:.2f} by pass"
         users = f", {ratio['concurrency']} users" if is_sweep else ""
         lines.append(
             f"T = {ratio['temperature']:g}{users}: "
             f"speculation {ratio['mode']} / off = {ratio['speedup']:.2f} "
-            f"({spread}){_bound(ratio)}"
+            f"({'one pass' if is_one else spread}){_bound(ratio)}"
         )
     return "\n".join(lines)
 
@@ -235,9 +236,8 @@ def accepted(found: Figures | None) -> tuple[str, str]:
     """tau with its interval, and alpha by draft position."""
     if found is None:
         return "-", "-"
-    low, high = found["tau_95"]
     alphas = " ".join("-" if alpha is None else f"{alpha:.2f}" for alpha in found["alpha"])
-    return f"{found['tau']:.2f} [{low:.2f}, {high:.2f}]", alphas
+    return with_interval(found["tau"], *found["tau_95"]), alphas
 
 
 def _bound(ratio: Figures) -> str:
@@ -338,7 +338,7 @@ def markdown(cases: Sequence[Figures], about: Sequence[str]) -> str:
                     str(len(own["tokens"])),
                     _speed(off.get(task)),
                     _speed(None if case["mode"] == "off" else own),
-                    _with_interval(ratio["speedup"], ratio["speedup_95"], 2) if ratio else "-",
+                    with_interval(ratio["speedup"], *ratio["speedup_95"]) if ratio else "-",
                     _short(own["tokens_per_pass"]),
                     *accepted(own["acceptance"]),
                 )
@@ -356,13 +356,8 @@ def _task_place(case: Figures) -> tuple[float, str, int]:
 def _speed(own: Figures | None) -> str:
     if own is None:
         return "-"
-    return _with_interval(own["tokens_per_s_user"], own["tokens_per_s_user_95"], 1)
+    return with_interval(own["tokens_per_s_user"], *own["tokens_per_s_user_95"], digits=1)
 
 
 def _short(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _with_interval(value: float, interval: Sequence[float], digits: int) -> str:
-    low, high = interval
-    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"

@@ -211,6 +211,13 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
+def with_interval(value: float, low: float, high: float, *, digits: int = 2) -> str:
+    """`2.31 [2.20, 2.42]`, and the value alone where the digits show no width: a single sample has
+    no interval."""
+    first, last = (f"{bound:.{digits}f}" for bound in (low, high))
+    return f"{value:.{digits}f}" + (f" [{first}, {last}]" if first != last else "")
+
+
 STYLE = (
     "body { font: 15px/1.5 system-ui, sans-serif; max-width: 75em; margin: 2em auto }"
     " table { border-collapse: collapse } tr:first-child { font-weight: bold }"

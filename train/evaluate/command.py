@@ -25,6 +25,7 @@ from draftsmith.files import (
     as_values,
     markdown_table,
     page_of,
+    with_interval,
     write_json,
     write_page,
 )
@@ -35,6 +36,7 @@ from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.data.mixture import Mixture, provenances, read_mixture
 from draftsmith.train.evaluate.answers import answered, suite_texts, text_of
+from draftsmith.train.evaluate.estimate import Estimate
 from draftsmith.train.evaluate.measured import TreeTau, measure_tree, prompt_of
 from draftsmith.train.evaluate.picture import draw_figures
 from draftsmith.train.evaluate.teacher_forced import (
@@ -422,7 +424,5 @@ def tree_table(trees: list[TreeTau]) -> str:
     return "\n".join(markdown_table(("T", "tree", "nodes", "depth", "tau", "rounds"), rows))
 
 
-def _cell(estimate: Any, digits: int) -> str:
-    if estimate is None:
-        return "-"
-    return f"{estimate.value:.{digits}f} ({estimate.low:.{digits}f}-{estimate.high:.{digits}f})"
+def _cell(estimate: Estimate | None, digits: int) -> str:
+    return "-" if estimate is None else with_interval(*estimate, digits=digits)

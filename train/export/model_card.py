@@ -16,7 +16,7 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from draftsmith.config import TARGET, build, command_line
 from draftsmith.drafters.checkpoint import RECORD, draft_sampling_of
 from draftsmith.errors import UserError
-from draftsmith.files import markdown_table
+from draftsmith.files import markdown_table, with_interval
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.mixture import provenances
 from draftsmith.train.export.gguf import DRAFT
@@ -159,12 +159,12 @@ def measured(found: list[dict[str, Any]], folder: Path) -> str:
     rows = []
     for task in tasks[:TASKS]:
         parts = [one.get("folders", {}).get(task) for one in found]
-        cells = ["-" if part is None else interval(part["tau"]) for part in parts]
+        cells = ["-" if part is None else with_interval(**part["tau"]) for part in parts]
         rows.append([Path(task).name, *cells, *["-"] * len(decoded)])
     whole = [*found, *(one["measured"] for one in decoded)]
     if more := len(tasks[TASKS:]):
         rows.append([f"{more} more in `{RECORD}`", *["-"] * (len(head) - 1)])
-    rows.append(["all", *(interval(one["tau"]) for one in whole)])
+    rows.append(["all", *(with_interval(**one["tau"]) for one in whole)])
     alphas = "; ".join(
         f"{how(one)}: "
         + " ".join("-" if alpha is None else f"{alpha['value']:.3f}" for alpha in one["alpha"])
@@ -174,7 +174,7 @@ def measured(found: list[dict[str, Any]], folder: Path) -> str:
         *markdown_table(head, rows),
         "",
         f"tau: tokens per target forward with a chain of {max(one['k'] for one in found)} drafted "
-        "tokens, the target's own token included, with 95 % intervals. "
+        "tokens, the target's own token included; [ ]: 95 % interval over prompts. "
         f"Method: {found[0]['method']}."
         + (" Decoded: counted in lossless decoding of held-out prompts." if decoded else ""),
         f"alpha_1, alpha_2, ...: probability that the i-th drafted token is kept, given that all "
@@ -186,10 +186,6 @@ def measured(found: list[dict[str, Any]], folder: Path) -> str:
 def how(evaluation: dict[str, Any]) -> str:
     greedy = draft_sampling_of(evaluation) == "greedy" and evaluation["temperature"] > 0
     return f"T = {evaluation['temperature']:g}" + (", greedy drafts" if greedy else "")
-
-
-def interval(tau: dict[str, float]) -> str:
-    return f"{tau['value']:.2f} ({tau['low']:.2f} to {tau['high']:.2f})"
 
 
 def picture_in(folder: Path, name: str, what: str) -> list[str]:

@@ -264,7 +264,7 @@ def test_the_report_has_stages_and_figures(start: Start) -> None:
     assert "<td>figures<td>eval<td>finished<td>" in page and "draftsmith.cli train eagle3" in page
     report = report_of(Path("o"))
     assert "# recipe" in report and "| draft | train | finished |" in report
-    assert "| figures | draft | data | 1 | 2 | 1.75 (1.50-2.00) | 1.25 | 0.500 - |" in report
+    assert "| figures | draft | data | 1 | 2 | 1.75 [1.50, 2.00] | 1.25 | 0.500 - |" in report
 
 
 def test_a_run_beside_another_is_refused(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,13 @@ def test_figures_and_ratio_of_modes() -> None:
     assert "speculation on / off = 2.67 (2.00 to 4.00 by pass)" in table([off, on])
 
 
+def test_a_single_pass_and_a_single_prompt_have_no_interval() -> None:
+    off, on = figures(case("off", [4.0])), figures(case("on", [2.0], report([2], [2], [3])))
+    said = table([off, on])
+    assert "speculation on / off = 2.00 (one pass)" in said
+    assert " 3.00  1.00" in said and "[" not in said
+
+
 def test_answers_without_drafts_do_not_count_towards_acceptance() -> None:
     assert acceptance([[report([], [], [])]]) is None
     found = acceptance([[report([], [], [])], [report([3], [1], [2])]])

@@ -300,9 +300,7 @@ def test_the_table_of_a_card() -> None:
     assert cells[0][4:9] == [
         "6.7 [5.0, 10.0]",
         "13.3 [10.0, 20.0]",
-        "2.00 [2.00, 2.00]",
-        "2.00",
-        "2.00 [2.00, 2.00]",
+        *("2.00", "2.00", "2.00"),
     ]
     assert cells[1][8:] == ["-", "-"] and "* one line" in lines
     # A server of another make beside ours: a row each, without a ratio.

@@ -104,7 +104,7 @@ def test_both_temperatures_are_measured_shown_and_stored(target, draft, data, tm
         assert context["alpha"] == found["alpha"] and context["rounds"] == pytest.approx(
             found["rounds"]
         )
-        assert f"{found['tau']['value']:.2f} (" in said
+        assert f"{found['tau']['value']:.2f} [" in said
     assert checkpoint.read_metadata(draft)["evaluation"] == [greedy, sampled]
 
 

@@ -193,8 +193,8 @@ def test_the_card_shows_what_was_measured(draft: Path) -> None:
     out = export(draft)
     card = tight((out / "README.md").read_text())
     assert "| prompts | tau, T = 0 | tau, T = 1 |" in card
-    assert "| math | 2.10 (2.09 to 2.11) | 2.10 (2.09 to 2.11) |" in card
-    assert "| all | 2.40 (2.39 to 2.41) | 2.15 (2.14 to 2.16) |" in card
+    assert "| math | 2.10 [2.09, 2.11] | 2.10 [2.09, 2.11] |" in card
+    assert "| all | 2.40 [2.39, 2.41] | 2.15 [2.14, 2.16] |" in card
     assert "T = 0: 0.710 0.620 -; T = 1: 0.710 0.620 -." in card
     assert "Method: by a test." in card and "`draftsmith.json` holds the whole record" in card
     assert card.index("## Serving") < card.index("## Measured") < card.index("## Training")
@@ -259,7 +259,7 @@ def test_the_card_shows_decoded_beside_predicted(draft: Path) -> None:
     set_record(draft, evaluation=[decoded, evaluation(0.0, 2.5)])
     card = tight((export(draft) / "README.md").read_text())
     assert "| prompts | tau, T = 0 | tau, T = 1 | tau decoded, T = 1 |" in card
-    assert "| all | 2.50 (2.49 to 2.51) | 2.25 (2.24 to 2.26) | 2.31 (2.30 to 2.32) |" in card
+    assert "| all | 2.50 [2.49, 2.51] | 2.25 [2.24, 2.26] | 2.31 [2.30, 2.32] |" in card
     assert "counted in lossless decoding" in card
 
 
