@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 from draftsmith.config import to_dict
@@ -53,6 +53,12 @@ class Material(NamedTuple):
 
 
 def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
+    if any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks):
+        raise UserError(
+            "callbacks holds an EarlyStoppingCallback, which reads another evaluation than that of "
+            "drafts; leave it out, the best draft is kept, or stop the run in a callback's "
+            "on_evaluate"
+        )
     material = prepare(config)
     drafter = new_trainee_drafter(config, material)
     trainer = new_trainer(config, material, drafter, new_source(config, material, drafter.taps))

@@ -50,8 +50,8 @@ def train(
 
     Args:
         recipe: a YAML file, whose values the options override.
-        callbacks: called by transformers' Trainer; its own evaluation, which
-            `EarlyStoppingCallback` needs, is not used.
+        callbacks: called by transformers' Trainer; `on_evaluate` has the figures of held-out
+            prompts (`eval_tau`, ...) and may stop the run. `EarlyStoppingCallback` is refused.
         options: those of the command by their names, sections as mappings: `optim={"lr": 1e-4}`.
     """
     given = {"family": family, "target": target, "data": data, "out": out, **options}

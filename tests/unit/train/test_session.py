@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from draftsmith import cli
 from draftsmith.config import build, merge, read_yaml
@@ -387,6 +387,21 @@ def test_the_last_draft_is_evaluated_once_behind_its_checkpoint_and_trackers_are
     assert checkpoint.read_metadata(config.out)["training"]["kept_step"] == 5
     last = capsys.readouterr().out.strip().split("\n")[-1]
     assert (line["eval_tau"] < session.WEAK_TAU) is ("is near 1" in last)
+
+
+class StopAtOnce(TrainerCallback):
+    def on_evaluate(self, args, state, control, metrics, **unused):
+        self.tau = metrics["eval_tau"]
+        control.should_training_stop = True
+
+
+def test_a_callback_sees_the_figures_and_may_stop_the_run(configure):
+    config, callback = configure(steps=9, eval_every=2, eval_prompts=2, eval_tokens=4), StopAtOnce()
+    with pytest.raises(UserError, match=r"an EarlyStoppingCallback, .*; leave it out"):
+        run(config, [EarlyStoppingCallback()])
+    run(config, [callback])
+    assert checkpoint.read_metadata(config.out)["training"]["steps"] == 2
+    assert [line["eval_tau"] for line in metrics(config) if "eval_tau" in line] == [callback.tau]
 
 
 def test_a_draft_of_which_nothing_is_accepted_is_told_of_at_the_end(configure, capsys):
