@@ -34,6 +34,7 @@ class Checkpoint(NamedTuple):
     # counted in
     passes: int
     files: Mapping[str, int] = MappingProxyType({})  # bytes of each, but the marker
+    kept_s: float = 0.0  # of the minutes, for the last evaluation
 
     def check(self) -> None:
         """Raises a `UserError` for one that has lost a file, or a part of one, since it was
@@ -188,11 +189,13 @@ class RunFolder:
                 found.append(Checkpoint(marker.parent, **read_json(marker, "checkpoint marker")))
         return max(found, key=lambda checkpoint: checkpoint.step, default=None)
 
-    def complete(self, *, step: int, elapsed_s: float, processes: int, passes: int) -> None:
+    def complete(
+        self, *, step: int, elapsed_s: float, processes: int, passes: int, kept_s: float = 0.0
+    ) -> None:
         """Marks checkpoint-`step` as whole."""
         folder = self.training / f"checkpoint-{step}"
         record = {"step": step, "elapsed_s": elapsed_s, "processes": processes, "passes": passes}
-        write_json(folder / MARKER, record | {"files": sizes(folder)})
+        write_json(folder / MARKER, record | {"files": sizes(folder), "kept_s": kept_s})
 
 
 def keep_until(metrics: Path, step: int) -> None:

@@ -143,7 +143,14 @@ class Clock:
         self.total_steps = total_steps
         self.budget_s = budget_s
         self.elapsed_s = 0.0
+        self.kept_s = 0.0
         self._ticked_s = time.monotonic()
+
+    def keep(self, seconds: float) -> None:
+        """Takes the time of the last evaluation off the time to train in."""
+        self.kept_s = seconds
+        if self.budget_s is not None:
+            self.budget_s -= seconds
 
     def start(self, elapsed_s: float = 0.0) -> None:
         self.elapsed_s = elapsed_s

@@ -164,6 +164,7 @@ class Reporter(TrainerCallback):
                 elapsed_s=self.clock.elapsed_s,
                 processes=args.world_size,
                 passes=args.world_size * args.gradient_accumulation_steps,
+                kept_s=self.clock.kept_s,
             )
 
     def on_train_end(

@@ -25,7 +25,13 @@ from draftsmith.files import atomic_path
 from draftsmith.kernels.dispatch import pins, reads_freely
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train import resolve
-from draftsmith.train.checkpoints import BestDraft, KeptCheckpoint, RunFolder, is_evaluated
+from draftsmith.train.checkpoints import (
+    BestDraft,
+    Checkpoint,
+    KeptCheckpoint,
+    RunFolder,
+    is_evaluated,
+)
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.batches import batches_per_epoch
 from draftsmith.train.data.mixture import Mixture, describe, read_mixture
@@ -64,9 +70,9 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
     trainer = new_trainer(config, material, drafter, new_source(config, material, drafter.taps))
     for callback in callbacks:
         trainer.add_callback(callback)
-    checkpoint_path = open_folder(config, material, trainer)
-    keep_time(trainer)
-    trainer.train(resume_from_checkpoint=checkpoint_path)
+    newest = open_folder(config, material, trainer)
+    keep_time(trainer, newest)
+    trainer.train(resume_from_checkpoint=None if newest is None else str(newest.path))
     finish(config, trainer, material)
 
 
@@ -253,7 +259,9 @@ def new_on_policy(
     )
 
 
-def open_folder(config: TrainConfig, material: Material, trainer: DraftTrainer) -> str | None:
+def open_folder(
+    config: TrainConfig, material: Material, trainer: DraftTrainer
+) -> Checkpoint | None:
     """The checkpoint to go on from. Rank 0 prepares the folder before the others look."""
     folder, placement = RunFolder(config.out), material.placement
     if placement.rank == 0:
@@ -271,7 +279,7 @@ def open_folder(config: TrainConfig, material: Material, trainer: DraftTrainer) 
     trainer.clock.elapsed_s = newest.elapsed_s
     if trainer.on_policy is not None:
         load_texts(trainer.on_policy, newest.path, world_size=placement.world_size)
-    return str(newest.path)
+    return newest
 
 
 def is_moved(config: TrainConfig, placement: Placement) -> bool:
@@ -282,11 +290,13 @@ def is_moved(config: TrainConfig, placement: Placement) -> bool:
     return newest is not None and newest.processes != placement.world_size
 
 
-def keep_time(trainer: DraftTrainer) -> None:
-    """Takes the time of the last evaluation off the time to train in."""
-    evaluated_s = trainer.held_out.expected_s(trainer.model.drafter)
-    if trainer.clock.budget_s is not None:
-        trainer.clock.budget_s -= evaluated_s
+def keep_time(trainer: DraftTrainer, newest: Checkpoint | None) -> None:
+    """Keeps the time of the last evaluation back, as much as before a kill. A run that was killed
+    behind its last step goes on with that evaluation, without another step."""
+    kept_s = 0.0 if newest is None else newest.kept_s
+    trainer.clock.keep(kept_s or trainer.held_out.expected_s(trainer.model.drafter))
+    if newest is not None and trainer.clock.out_of_time():
+        trainer.args.max_steps = newest.step
 
 
 def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> None:

@@ -29,6 +29,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.lock import folder_lock
 from draftsmith.train import optim, reporting, session, trainer
+from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
 from draftsmith.train.evaluate import measured as evaluations
@@ -100,6 +101,23 @@ def test_a_run_killed_in_its_last_evaluation_has_its_figures_once_resumed(config
         resumed = metrics(config)
         assert [set(line) for line in resumed] == [set(line) for line in whole]
         assert resumed[-1]["eval_tau"] == whole[-1]["eval_tau"]
+
+
+class KilledBehindTheLastStep(TrainerCallback):
+    def on_epoch_end(self, *unused, **also_unused):
+        raise KeyboardInterrupt
+
+
+def test_a_timed_run_killed_before_its_last_evaluation_trains_no_more(configure):
+    config = configure(steps=None, minutes=0.02, eval_prompts=2, eval_tokens=4)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, [KilledBehindTheLastStep()])
+    newest = RunFolder(config.out).newest()
+    run(config)
+    assert checkpoint.read_metadata(config.out)["training"]["steps"] == newest.step
+    assert "eval_tau" in metrics(config)[-1]
+    run(more := replace(config, minutes=10.0, steps=newest.step + 1))
+    assert checkpoint.read_metadata(more.out)["training"]["steps"] == newest.step + 1
 
 
 @pytest.mark.parametrize(
