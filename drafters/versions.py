@@ -274,6 +274,8 @@ def _sha256(path: Path) -> str:
 
 
 CANARY = "canary.json"
+# Another one for another draw of `in_canary`, which servers and learner must share.
+CANARY_SCHEMA = 2
 
 
 class Canary(NamedTuple):
@@ -290,18 +292,19 @@ def read_canary(root: str | Path) -> Canary | None:
     if not path.is_file():
         return None
     value = files.read_json(path, "the canary file")
-    if set(value) == set(Canary._fields):
+    known = {"schema", *Canary._fields}
+    if set(value) == known and value["schema"] == CANARY_SCHEMA:
         version, share = value["version"], value["share"]
         if type(version) is int and version > 0 and type(share) in (int, float) and 0 < share <= 1:
             return Canary(version, float(share))
     raise UserError(
-        f'{str(path)!r} holds {str(value)[:60]!r} instead of a trial such as {{"version": 7, '
-        '"share": 0.1}; mend or delete it'
+        f'{str(path)!r} holds {str(value)[:60]!r} instead of a trial such as {{"schema": '
+        f'{CANARY_SCHEMA}, "version": 7, "share": 0.1}}; mend or delete it'
     )
 
 
 def write_canary(root: str | Path, canary: Canary) -> None:
-    files.write_json(Path(root) / CANARY, canary._asdict())
+    files.write_json(Path(root) / CANARY, {"schema": CANARY_SCHEMA, **canary._asdict()})
 
 
 def remove_canary(root: str | Path) -> None:

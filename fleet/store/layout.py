@@ -26,7 +26,9 @@ CURRENT = "current"
 MANIFEST = "manifest.json"
 ROLLOUT = "rollout.json"
 ENGINES = "engines"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 1  # of a manifest
+# Another one for another draw of `place_of` or `has_candidate`, which a whole fleet must share.
+ROLLOUT_SCHEMA = 2
 FOLDER = re.compile(r"v(\d{6,})")
 
 
@@ -198,7 +200,7 @@ class Rollout:
     is_over: bool = False
 
     def to_json(self) -> bytes:
-        return (json.dumps({"schema": SCHEMA_VERSION, **asdict(self)}) + "\n").encode()
+        return (json.dumps({"schema": ROLLOUT_SCHEMA, **asdict(self)}) + "\n").encode()
 
     def has(self, engine: str) -> bool:
         """True for an engine of the part that tries the candidate."""
@@ -223,9 +225,9 @@ class Rollout:
 def parse_rollout(data: bytes) -> Rollout:
     values = parse_json(data, "rollout.json of the store")
     schema = values.pop("schema", None)
-    if schema != SCHEMA_VERSION:
+    if schema != ROLLOUT_SCHEMA:
         raise StoreError(
-            f"rollout.json of the store has schema {schema!r} instead of {SCHEMA_VERSION}; promote "
+            f"rollout.json of the store has schema {schema!r} instead of {ROLLOUT_SCHEMA}; promote "
             "a version, or upgrade the engine"
         )
     try:

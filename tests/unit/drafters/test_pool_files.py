@@ -27,6 +27,7 @@ from draftsmith.drafters.pool import (
 )
 from draftsmith.drafters.versions import (
     CANARY,
+    CANARY_SCHEMA,
     Canary,
     in_canary,
     read_canary,
@@ -73,9 +74,10 @@ def test_files_are_read_back_as_written(tmp_path: Path) -> None:
         "",
         "{",
         "[]",
-        '{"version": 7}',
-        '{"version": true, "share": 0.1}',
-        '{"version": 7, "share": 2}',
+        '{"schema": 2, "version": 7}',
+        '{"schema": 2, "version": true, "share": 0.1}',
+        '{"schema": 2, "version": 7, "share": 2}',
+        '{"version": 7, "share": 0.1}',
     ],
 )
 def test_a_malformed_canary_is_one_sentence(tmp_path: Path, text: str) -> None:
@@ -117,6 +119,11 @@ def test_the_canary_takes_its_share_whatever_is_recorded() -> None:
     assert all(
         in_canary(request, 0.2) for request, one in zip(requests, chosen, strict=True) if one
     )
+
+
+def test_another_draw_of_the_canary_has_another_schema() -> None:
+    chosen = [number for number in range(40) if in_canary(f"r{number}", 0.1)]
+    assert (CANARY_SCHEMA, chosen) == (2, [4, 28, 30, 36, 37])
 
 
 def test_a_request_goes_by_its_tag_then_by_its_prompt() -> None:

@@ -15,7 +15,9 @@ import pytest
 
 from draftsmith.fleet.store import store as store_module
 from draftsmith.fleet.store.layout import (
+    ROLLOUT_SCHEMA,
     EngineStatus,
+    Period,
     Rollout,
     StoreError,
     StoreUnreachable,
@@ -242,6 +244,12 @@ def test_engines_of_the_part_alternate_in_random_order_and_others_stay() -> None
     assert not all(other.has(engine) for engine in tried)
 
 
+def test_another_draw_of_a_rollout_has_another_schema() -> None:
+    coins = [rollout().has_candidate("engine-1", Period(pair, 0)) for pair in range(8)]
+    assert (ROLLOUT_SCHEMA, round(place_of("engine-1", 8), 6)) == (2, 0.887689)
+    assert coins == [True] * 5 + [False] * 3
+
+
 def test_a_small_fleet_tries_on_one_engine() -> None:
     engines = ["a", "b", "c"]
     one = rollout(cut=cut_for(0.0001, 8, engines))
@@ -277,8 +285,9 @@ def test_one_put_of_current_ends_a_rollout(store: VersionStore, tmp_path: Path) 
     [
         b"{",
         b"[]",
-        b'{"schema": 2}',
-        b'{"schema": 1, "candidate": 8}',
+        b'{"schema": 3}',
+        b'{"schema": 2, "candidate": 8}',
+        rollout().to_json().replace(b'"schema": 2', b'"schema": 1'),
         rollout(stage=5).to_json(),
         rollout(switch_s=0.0).to_json(),
         rollout(candidate="8").to_json(),
