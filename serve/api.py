@@ -45,6 +45,8 @@ Conversation = Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
 # Options of `draftsmith serve` that mean nothing without its port and its processes.
 OF_SERVER = (*(one.name for one in fields(HttpOptions)), "tensor_parallel")
+# Options that mean nothing beside a drafter that is loaded already.
+OF_SOURCE = ("draft_dtype", "draft_revision", "heterogeneous_vocab")
 
 
 class Engine:
@@ -227,6 +229,11 @@ def configured(
             "serve"
         )
     named = draft if draft is None or isinstance(draft, str | Path) else draft.family
+    if named is not draft and (needless := sorted(options.keys() & set(OF_SOURCE))):
+        raise UserError(
+            f"option {needless[0]!r} says how a draft is loaded, and the {named} drafter given is "
+            "loaded; leave it out"
+        )
     place = f"{socket.gethostname()}:{os.getpid()}"
     given = {"target": target, "draft": named, "engine_name": place} | dict(options)
     config = build(ServeConfig, given)

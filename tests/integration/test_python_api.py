@@ -163,6 +163,7 @@ def test_an_engine_and_its_answers_can_be_read(engine: Engine) -> None:
         ({"port": 8001}, "option 'port' is of the server alone; leave it out"),
         ({"tensor_parallel": 2}, "'tensor_parallel' is of the server alone"),
         ({"draft_dtype": "float32"}, "draft_dtype is given without a draft"),
+        ({"draft": Ngram(), "draft_revision": "v2"}, "and the ngram drafter given is loaded"),
     ],
 )
 def test_options_are_those_of_serve(options: dict[str, Any], words: str) -> None:
