@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.target.device import load_target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.progress import Progress
@@ -171,7 +171,7 @@ class TargetDistributions:
         """`max_length`: most tokens of a text that the server takes."""
         assert config.target is not None
         self.config = config
-        self.target = Target.load(
+        self.target = load_target(
             config.target,
             dtype=torch.float32,
             device=config.device,

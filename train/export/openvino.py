@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.target.causal_lm import CausalLM
+from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.load import load_config, load_model, load_tokenizer
 from draftsmith.drafters.target.probe import check_model
 from draftsmith.drafters.target.target import Target
@@ -302,8 +303,11 @@ def write_eagle3(source: ExportSource, out: Path) -> None:
     check_represented(source.drafter.portable_config(), READER)
     check_sees_all(source, READER.engine)
     check_kind(source.target, trust_remote_code=source.trust_remote_code)
-    target = Target.load(
-        source.target, dtype=torch.float32, trust_remote_code=source.trust_remote_code
+    target = load_target(
+        str(source.target),
+        dtype=torch.float32,
+        device="cpu",
+        trust_remote_code=source.trust_remote_code,
     )
     head = Eagle3.load(source.draft, target).eval()
     check_embeddings(head, target)

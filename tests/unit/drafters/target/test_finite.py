@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.cli import main
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.serve.audit.config import AuditConfig
+from draftsmith.serve.audit.reference import TargetDistributions
 
 
 def broken(path: str, folder: Path, weight: str, value: float) -> str:
@@ -52,6 +54,14 @@ def test_the_row_of_a_wrong_weight_is_named_before_any_work(
         assert says in capsys.readouterr().err
     assert main(["doctor", "--target", target]) == 1
     assert says.partition(";")[0] in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_audit_refuses_a_target_of_its_own_with_lost_weights(
+    tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    target = broken(tiny_target("llama"), tmp_path / "lost", "lm_head.weight", float("nan"))
+    with pytest.raises(UserError, match=r"NaN or infinite weights, first in row 7"):
+        TargetDistributions(AuditConfig(url="x", target=target))
 
 
 def test_states_that_are_not_finite_are_refused(tiny_target: Callable[..., str]) -> None:

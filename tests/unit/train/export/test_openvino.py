@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,12 +23,20 @@ from draftsmith.train.export.command import open_source
 from draftsmith.train.export.source import ExportSource
 from tests.conftest import small_files
 from tests.engine_readers.proof import prove
+from tests.unit.drafters.target.test_finite import broken
 from tests.unit.train.export import conftest
 from tests.unit.train.export.conftest import saved
 
 pytest.importorskip("openvino_genai", reason="the extra [openvino] is not installed")
 
-from draftsmith.train.export.openvino import MODEL, READER, TARGET, library, write_graph
+from draftsmith.train.export.openvino import (
+    MODEL,
+    READER,
+    TARGET,
+    library,
+    write_eagle3,
+    write_graph,
+)
 from draftsmith.train.export.portable import check_represented
 from tests.engine_readers import openvino
 from tests.engine_readers.openvino import read_graph
@@ -70,6 +79,15 @@ def test_a_graph_without_room_is_an_error_of_the_disk(tmp_path: Path) -> None:
     graph = library().Model([library("openvino.opset13").constant(numpy.ones(999))], [])
     with small_files(200), pytest.raises(OSError, match=MODEL):
         write_graph(graph, tmp_path, half=False)
+
+
+def test_a_target_of_lost_weights_is_refused(
+    made: Callable[..., Path], tiny_target: Callable[..., str], tmp_path: Path
+) -> None:
+    lost = broken(tiny_target("llama"), tmp_path / "lost", "lm_head.weight", float("nan"))
+    source = source_of(made(family="eagle3", **EAGLE3))
+    with pytest.raises(UserError, match=r"NaN or infinite weights, first in row 7"):
+        write_eagle3(dataclasses.replace(source, target=Path(lost)), tmp_path / "out")
 
 
 def computed(folder: Path, ids: torch.Tensor, mask: torch.Tensor, cuts: list[int]) -> torch.Tensor:
