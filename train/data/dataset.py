@@ -17,8 +17,8 @@ import torch.utils.data
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_difference
-from draftsmith.errors import UserError
-from draftsmith.files import read_json
+from draftsmith.errors import UserError, first_line
+from draftsmith.files import is_full, read_json
 from draftsmith.prompts.shares import uniform
 from draftsmith.train.data.folders import shards_of
 
@@ -186,8 +186,15 @@ def load_rows(folder: Path) -> Any:
     try:
         rows = datasets.load_dataset("parquet", data_files=shards, split="train")
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        cause = error.__cause__ or error
+        if is_full(cause):
+            raise UserError(
+                f"data {str(folder)!r} finds no room in {str(datasets.config.HF_DATASETS_CACHE)!r} "
+                f"({first_line(cause)}); make some, or set HF_DATASETS_CACHE to another folder"
+            ) from error
         raise UserError(
-            f"data {str(folder)!r} cannot be read as Parquet ({error}); generate it again"
+            f"data {str(folder)!r} cannot be read as Parquet ({first_line(cause)}); generate it "
+            "again"
         ) from error
     missing = [name for name in REQUIRED if name not in rows.column_names]
     if missing:

@@ -14,6 +14,7 @@ from draftsmith.drafters.vocabulary import tokenizer_record
 from draftsmith.errors import UserError
 from draftsmith.train.data.batches import Batch, BatchPlan, batches_per_epoch, collate, pack
 from draftsmith.train.data.dataset import Pieces, TokenSequence, check_tokenizer, read_corpus
+from tests.conftest import small_files
 
 
 def row(name: str, length: int = 6, **changes: object) -> dict:
@@ -152,8 +153,17 @@ def test_a_folder_without_shards_and_a_broken_shard(tmp_path):
     with pytest.raises(UserError, match=r"no part-\*.parquet"):
         read(tmp_path)
     (tmp_path / "part-00000.parquet").write_bytes(b"not parquet")
-    with pytest.raises(UserError, match="cannot be read as Parquet"):
+    with pytest.raises(UserError, match=r"cannot be read as Parquet \(Parquet magic bytes"):
         read(tmp_path)
+
+
+def test_a_full_cache_is_told_as_such(write_data):
+    folder = write_data([row(f"doc{number}", 400) for number in range(20)])
+    with (
+        small_files(4096),
+        pytest.raises(UserError, match=r"no room in .*File too large.*set HF_DATASETS_CACHE"),
+    ):
+        read(folder)
 
 
 def test_another_tokenizer_is_refused_with_the_difference(tiny_target):
