@@ -199,7 +199,7 @@ def load_end_ids(path: str | Path, *, trust_remote_code: bool) -> tuple[int, ...
     """Tokens at which the model's answers end, without its weights; none where no file names
     them."""
     path = model_folder(adapter_base(path) or path)
-    with suppress(OSError, ValueError):
+    with suppress(Exception):  # as `load_config` meets
         if found := end_ids(GenerationConfig.from_pretrained(path), None):
             return found
     with suppress(UserError):

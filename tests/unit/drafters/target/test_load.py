@@ -4,6 +4,7 @@ asked on the terminal."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from draftsmith.drafters.target.load import (
     build_model,
     can_prepare,
     load_config,
+    load_end_ids,
     load_model,
     load_tokenizer,
 )
@@ -122,6 +124,14 @@ def test_a_tokenizer_of_an_unknown_kind_is_refused_in_one_sentence(tmp_path) -> 
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Nope"}}')
     with pytest.raises(UserError, match=r"no tokenizer can be loaded from .*; add its files"):
         load_tokenizer(tmp_path, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": 7}'])
+def test_answers_end_as_the_first_readable_file_says(tiny_target, tmp_path, text) -> None:
+    folder = shutil.copytree(tiny_target("llama"), tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    ends = load_end_ids(folder, trust_remote_code=False)
+    assert ends == ((7,) if "7" in text else (0,))
 
 
 @pytest.mark.parametrize(
