@@ -1,5 +1,4 @@
-"""Log line of throughput and acceptance every few seconds, in vLLM's words, so that tools that
-parse vLLM's log parse ours."""
+"""Log line of throughput and acceptance every few seconds, in vLLM's words, "GPU" left out."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ def lines(passed: StatsReading, *, running: int, waiting: int, usage: float) -> 
     line = (
         f"Engine 000: Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
         f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
-        f"Running: {running} reqs, Waiting: {waiting} reqs, GPU KV cache usage: {100 * usage:.1f}%"
+        f"Running: {running} reqs, Waiting: {waiting} reqs, KV cache usage: {100 * usage:.1f}%"
     )
     if queried := totals["prefix_cache_queries"]:
         line += f", Prefix cache hit rate: {100 * totals['prefix_cache_hits'] / queried:.1f}%"

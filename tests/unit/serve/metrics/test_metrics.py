@@ -32,7 +32,7 @@ def test_both_lines_in_the_words_of_vllm() -> None:
     assert serving == (
         "Engine 000: Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 25.0 "
         "tokens/s, "
-        "Running: 3 reqs, Waiting: 1 reqs, GPU KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
+        "Running: 3 reqs, Waiting: 1 reqs, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%"
     )
     # 20 rounds, 50 drafted, 30 accepted; position 2 was offered by 10 rounds only.
     assert speculation == (
