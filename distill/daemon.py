@@ -32,6 +32,7 @@ from draftsmith.distill.pool.pool import ClassPool
 from draftsmith.distill.state import LEARNER, LearnerContext, LearnerCounters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
+from draftsmith.drafters import versions
 from draftsmith.drafters.pool import pool_root
 from draftsmith.files import sweep
 from draftsmith.record import RoundRecord
@@ -107,6 +108,15 @@ class Daemon:
             self.status.event(
                 f"goes on after update {self.counters.updates}, version {self.shared.live.version} "
                 "is live"
+            )
+        decisions = self.root / versions.DECISIONS
+        if not decisions.exists():
+            gate = self.config.gate
+            trained = gate.every * self.config.learn.fresh
+            needed = max(trained / (1 - gate.held_out), gate.requests / gate.held_out)
+            self.status.event(
+                f"the first decision comes after about {math.ceil(needed)} recorded requests, "
+                f"{trained} to learn from and {gate.requests} held out, in {decisions}"
             )
 
     def loop(self, stop: threading.Event) -> None:

@@ -293,7 +293,9 @@ class DraftTrack:
 
     def describe(self) -> str:
         update = self.latest_update
-        training = f", loss {update.loss:.3f}, alpha {update.alpha[0]:.3f}" if update else ""
+        training = ", loss none yet" if update else ""
+        if update and update.loss is not None:
+            training = f", loss {update.loss:.3f}, alpha {update.alpha[0]:.3f}"
         return (
             f"version {self.live.version}, {len(self.window)} held out, waiting "
             f"{len(self.fresh)}{training}"

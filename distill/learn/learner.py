@@ -57,7 +57,8 @@ def no_rest(worked_s: float) -> None:
 class UpdateReport:
     steps: int
     broken: int  # steps skipped because their gradient was not finite
-    loss: float  # token mean of the divergence over the depths, before the last step
+    # token mean of the divergence over the depths, before the last step; None without one
+    loss: float | None
     alpha: list[float]  # of each depth, on the same batch
     tokens: int  # trained positions in the update
     masked: int  # positions that were not, without a recorded distribution
@@ -177,7 +178,8 @@ class Learner:
         queue = list(fresh)
         rng.shuffle(queue)
         broken = in_a_row = tokens = masked = 0
-        loss, alpha = math.nan, [math.nan]
+        loss: float | None = None
+        alpha: list[float] = []
         for step in range(self.config.steps):
             begun_s = time.perf_counter()
             rehearsed = self._rehearsed(rng)

@@ -105,6 +105,23 @@ def test_no_more_updates_than_max_updates_are_made(loop: Callable[..., Any]) -> 
     assert made.status()["updates"] == most
 
 
+def test_what_is_due_is_told_at_the_start_and_a_mean_of_nothing_is_none(
+    loop: Callable[..., Any],
+) -> None:
+    made, said = loop(), io.StringIO()
+    made.sampling = replace(made.sampling, k=0)
+    made.record(made.root / "draft", made.prompts(8, 0))
+    learn = replace(made.config.learn, fresh=2, steps=1)
+    learner = learner_of(replace(made.config, learn=learn), said)
+    learner.cycle()
+    path = made.versions / versions.DECISIONS
+    assert (
+        "the first decision comes after about 40 recorded requests, 2 to learn from and 12 held "
+        f"out, in {path}\n"
+    ) in said.getvalue() and not path.exists()
+    assert ", loss none yet\n" in said.getvalue() and "nan" not in said.getvalue()
+
+
 @pytest.mark.long
 def test_each_text_is_read_and_each_draft_scored_once(
     loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
