@@ -17,7 +17,7 @@ from draftsmith.errors import UserError, first_line
 if TYPE_CHECKING:
     import httpx
 
-HINT = "Ctrl-C ends an answer, /new begins another conversation, /exit ends"
+HINT = "Ctrl-C ends an answer, /new begins another conversation, /exit ends, //text sends /text"
 WAIT_S = 600.0  # for the next part of an answer
 CONNECT_S = 10.0
 
@@ -66,16 +66,18 @@ def converse(http: httpx.Client, body: dict[str, Any]) -> None:
         if text == "/new":
             said = []
             continue
-        asked = [*said, {"role": "user", "content": text}]
+        asked = [*said, {"role": "user", "content": text.removeprefix("/")}]
         try:
             answer = answered(http, {**body, "messages": asked, "stream": True})
         except UserError as error:
             print(f"draftsmith: error: {error}", file=sys.stderr)
         else:
-            said = [*asked, {"role": "assistant", "content": answer}]
+            if answer:
+                said = [*asked, {"role": "assistant", "content": answer}]
 
 
 def typed() -> Iterator[str]:
+    """Texts, and commands but `/exit`; a text that begins with a slash has two of them."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its keys and its history
     while True:
@@ -88,7 +90,9 @@ def typed() -> Iterator[str]:
             continue
         if text == "/exit":
             return
-        if text:
+        if text.startswith("/") and text != "/new" and not text.startswith("//"):
+            print(f"{text.split()[0]} is no command: {HINT}")
+        elif text:
             yield text
 
 
@@ -110,6 +114,8 @@ def answered(http: httpx.Client, body: dict[str, Any]) -> str:
                 print(thought, text, sep="", end="", flush=True)
     except KeyboardInterrupt:
         pass
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"the server sent {json.dumps(chunk)[:100]!r}; check --url") from error
     passed_s = time.monotonic() - begun_s
     tokens = last.get("usage", {}).get("completion_tokens") or parts
     tau = ((last.get("metrics") or {}).get("speculative_decoding") or {}).get("tau")

@@ -15,6 +15,8 @@ STREAMS = {
     "page": "<html>a page</html>",
     "ended": "data: [DONE]\n\n",
     "number": "data: 3\n\n",
+    "choice": 'data: {"choices": ["a"]}\n\n',
+    "delta": 'data: {"choices": [{"delta": 3}]}\n\n',
     "uncounted": 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
     'data: {"choices": [], "usage": {"completion_tokens": null}}\n\n',
 }
@@ -41,6 +43,8 @@ class Server(httpx.SyncByteStream):
 
     def __iter__(self) -> Iterator[bytes]:
         body = self.asked[-1]
+        if self.broken == "at once" and len(self.asked) == 1:
+            raise KeyboardInterrupt
         for text in (f"answer {len(body['messages'])}", " \u2028and more"):
             delta = {"choices": [{"delta": {"content": text}}]}
             event = f"data: {json.dumps(delta, ensure_ascii=False)}\n\n".encode()
@@ -108,6 +112,25 @@ def test_an_interrupt_ends_the_answer_and_not_the_chat(
     assert "answer 1\n[1 tokens, " in capsys.readouterr().out
 
 
+def test_an_interrupt_before_the_answer_leaves_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(broken="at once")
+    assert talk(server, monkeypatch, "one", "two") == 0
+    assert [body["messages"] for body in server.asked] == [
+        [{"role": "user", "content": text}] for text in ("one", "two")
+    ]
+
+
+def test_unknown_commands_are_not_sent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server()
+    assert talk(server, monkeypatch, "/help me", "/", "//new") == 0
+    assert [body["messages"][0]["content"] for body in server.asked] == ["/new"]
+    shown = capsys.readouterr().out
+    assert shown.count("/new begins another conversation") == 3
+    assert "/help is no command: Ctrl-C ends" in shown
+
+
 def test_a_refused_message_is_none_of_the_history(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +144,8 @@ def test_a_refused_message_is_none_of_the_history(
     ("page", "the server sent text/plain; charset=utf-8, no stream of answers; check --url"),
     ("ended", "the server sent text/plain; charset=utf-8, no stream of answers; check --url"),
     ("number", "the server sent '3'; check --url"),
+    ("choice", """the server sent '{"choices": ["a"]}'; check --url"""),
+    ("delta", """the server sent '{"choices": [{"delta": 3}]}'; check --url"""),
 ])  # fmt: skip
 def test_an_answer_that_is_none_is_told_and_none_of_the_history(
     broken: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
