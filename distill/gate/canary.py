@@ -59,6 +59,9 @@ class Mean:
     def value(self) -> float:
         return self.total / self.count if self.count else math.nan
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f}" if self.count else "none yet"
+
     @property
     def guess(self) -> float:
         """Prediction of the next value; 0.5 before the first."""
@@ -135,7 +138,7 @@ class Trial:
     def verdict(self, config: GateConfig) -> TrialVerdict | None:
         """Verdict by live requests, None while the trial goes on."""
         accepted = (
-            f"accepted {self.chosen.value:.3f} in its share, {self.others.value:.3f} elsewhere, "
+            f"accepted {self.chosen} in its share, {self.others} elsewhere, "
             f"in {self.drafted} requests"
         )
         if self.worse.value * config.error >= 1:

@@ -74,9 +74,7 @@ def cost_of(step_bytes: Mapping[str, float]) -> DraftCost | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Nearest rank; NaN without values."""
-    if not values:
-        return math.nan
+    """Nearest rank among at least one value."""
     return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
 
 
@@ -119,8 +117,11 @@ def reports_of(answers: Sequence[TimedAnswer]) -> list[list[Figures]]:
 
 
 def percentiles(seconds: Sequence[float]) -> Figures:
-    """Percentiles in milliseconds."""
-    return {f"p{share}": 1e3 * percentile(seconds, share / 100) for share in (50, 95, 99)}
+    """Percentiles in milliseconds; None without a time."""
+    return {
+        f"p{share}": 1e3 * percentile(seconds, share / 100) if seconds else None
+        for share in (50, 95, 99)
+    }
 
 
 def goodput(answers: Sequence[TimedAnswer], goal: Goal, wall_s: float) -> Figures:
@@ -258,7 +259,8 @@ def _good(found: Figures) -> str:
 
 
 def _pair(values: Figures) -> str:
-    return f"{values['p50']:.1f} / {values['p95']:.1f}"
+    known = (values["p50"], values["p95"])
+    return " / ".join("-" if value is None else f"{value:.1f}" for value in known)
 
 
 def by_task(case: BenchCase) -> dict[str, Figures]:

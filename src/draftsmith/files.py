@@ -119,14 +119,13 @@ def sweep(folder: str | Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become text, so that other readers can
-    parse the line."""
+    """NaN becomes null and infinity text: JSON has neither, and other readers are to parse it."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
+        return None if math.isnan(value) else repr(value)
     return value
 
 

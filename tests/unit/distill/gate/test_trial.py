@@ -192,6 +192,14 @@ def test_what_stays_open_is_left_to_held_out_traffic_but_for_a_plain_loss() -> N
     )
 
 
+def test_a_trial_on_all_requests_has_no_mean_of_others() -> None:
+    trial, config = Trial(2, 0.1), GateConfig(canary_requests=4)
+    for number in range(4):
+        text = served(request(True, number), 2, version="2")
+        trial.observe(text, live="1", canary="2", drop=config.drop)
+    assert "0.667 in its share, none yet elsewhere" in trial.verdict(config).reason
+
+
 def test_a_version_that_fails_in_servers_is_given_up_soon() -> None:
     """Its requests draft nothing; everywhere else two tokens of three stand."""
     trial, take = Trial(2, 0.1), {"live": "1", "canary": "2", "drop": CONFIG.drop}
