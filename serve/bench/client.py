@@ -129,7 +129,7 @@ class Client:
         try:
             listed = (await self.http.get("/v1/models")).raise_for_status().json()
             return listed["data"][0]["id"]
-        except (httpx.HTTPError, KeyError, IndexError, json.JSONDecodeError) as error:
+        except (httpx.HTTPError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
             raise UserError(
                 f"{self.http.base_url} does not answer /v1/models ({error!r}); check the URL"
             ) from error

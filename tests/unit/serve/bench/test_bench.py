@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
 from pathlib import Path
 
 import httpx
@@ -36,7 +35,6 @@ def test_percentiles_are_nearest_ranks() -> None:
     assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.0
     assert percentile([4.0, 1.0, 3.0, 2.0], 0.95) == 4.0
     assert percentile([7.0], 0.5) == 7.0
-    assert math.isnan(percentile([], 0.5))
 
 
 def answer(
@@ -89,6 +87,24 @@ def test_a_single_pass_and_a_single_prompt_have_no_interval() -> None:
     said = table([off, on])
     assert "speculation on / off = 2.00 (one pass)" in said
     assert " 3.00  1.00" in said and "[" not in said
+
+
+def test_answers_of_one_token_have_no_time_between_tokens() -> None:
+    one = figures(BenchCase(0.0, "off", [PassResult([answer(1, 0.1, 0.0)], 1.0)]))
+    assert one["tpot_ms"]["p50"] is None and " 100.0 / 100.0             - / - " in table([one])
+
+
+def test_a_server_that_lists_no_model_is_one_sentence() -> None:
+    async def asked() -> str:
+        client = Client("http://server", api_key=None, timeout_s=5)
+        client.http = httpx.AsyncClient(
+            base_url="http://server",
+            transport=httpx.MockTransport(lambda request: httpx.Response(200, json={"data": None})),
+        )
+        return await client.model()
+
+    with pytest.raises(UserError, match="does not answer /v1/models"):
+        asyncio.run(asked())
 
 
 def test_answers_without_drafts_do_not_count_towards_acceptance() -> None:
