@@ -19,6 +19,7 @@ from draftsmith.drafters.config import Pair
 from draftsmith.drafters.interface import Family, TrainedDrafter
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.layouts.gguf import model_folder
+from draftsmith.drafters.layouts.hub import ask_hub
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.registry import FAMILIES, family_of
@@ -208,6 +209,7 @@ def locate(
             )
         version = versions.latest(folder)
         return folder if version is None else versions.folder_of(folder, version)
+    ask_hub(path, what)
     try:
         return Path(
             snapshot_download(

@@ -20,6 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters.layouts import demo
+from draftsmith.drafters.layouts.hub import ask_hub
 from draftsmith.errors import UserError, first_line, missing
 from draftsmith.files import atomic_folder
 from draftsmith.kernels.host_compiler import cache_folder
@@ -34,9 +35,12 @@ def model_folder(path: str | Path) -> str | Path:
     """`path`, or where that is GGUF, the folder that it is converted into.
 
     GGUF is a file, a folder that holds one and no config.json, `org/name:file.gguf` of the Hub, or
-    `demo`. Raises `UserError` for a file that transformers cannot read."""
+    `demo`. Raises `UserError` for a file that transformers cannot read, and as `ask_hub`."""
     file = _file(str(path))
-    return path if file is None else _converted(file.resolve())
+    if file is None:
+        ask_hub(path)
+        return path
+    return _converted(file.resolve())
 
 
 def _file(path: str) -> Path | None:
@@ -70,6 +74,7 @@ def _downloaded(path: str) -> Path:
             f"GGUF file {path!r} does not exist; check the path, or write org/name:file.gguf for "
             "one of the Hub"
         )
+    ask_hub(repo)
     try:
         return Path(hf_hub_download(repo, name))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
 from draftsmith.config import check_limits, for_others
 from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata
+from draftsmith.drafters.layouts import hub
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.registry import family_of
 from draftsmith.drafters.target.load import adapter_base, load_tokenizer
@@ -188,16 +189,9 @@ def check_out(out: Path, source: ExportSource) -> None:
         )
 
 
-try:
-    # The HTTP library of huggingface_hub 2; its errors do not derive from httpx's.
-    from httpx2 import HTTPError
-except ImportError:
-    from httpx import HTTPError
-
-
 # An upload that the storage refuses comes as a RuntimeError, one that the Hub's answers make no
 # sense of as a ValueError.
-FAILURES = (HfHubHTTPError, HTTPError, OSError, RuntimeError, ValueError)
+FAILURES = (*hub.FAILURES, RuntimeError, ValueError)
 
 
 def check_repository(name: str) -> None:

@@ -237,7 +237,7 @@ def test_sampled_answers_obey_their_filter(tiny_target):
 
 
 def test_missing_folder_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="there is no folder"):
         Target.load(tmp_path / "absent")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCardData, metadata_load
+from huggingface_hub import ModelCardData, constants, metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from transformers import AutoModelForCausalLM
 
@@ -87,8 +87,8 @@ def test_a_draft_checkpoint_is_never_overwritten(draft: Path) -> None:
 def test_bad_input_is_one_sentence(
     draft: Path, tmp_path: Path, tiny_target: Callable[..., str]
 ) -> None:
-    assert "'gone' is neither a folder nor" in refusal(draft, draft="gone")
-    assert "target 'gone' is neither a folder nor" in refusal(draft, target="gone")
+    assert "no folder './gone'; check the path of the draft" in refusal(draft, draft="./gone")
+    assert "no folder './gone'; check the path of the model" in refusal(draft, target="./gone")
     assert "option 'speculative_tokens' is 0" in refusal(draft, speculative_tokens=0)
     assert (
         "the speculators library does not draft with draft-lm; export this draft --to vllm or "
@@ -130,9 +130,11 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(draft: Path) -> None:
 
 
 def test_a_target_on_the_hub_is_not_downloaded_for_its_configuration(
-    draft: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    draft: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[Any] = []
+    (tmp_path / "models--ann--target" / "snapshots").mkdir(parents=True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
 
     def snapshot(
         name: str, *, ignore_patterns: list[str] | None, revision: str | None = None
