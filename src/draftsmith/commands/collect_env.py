@@ -42,9 +42,7 @@ def environment() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     yield "packages", ", ".join(f"{name} {version_of(name)}" for name in PACKAGES)
     yield "processor", processor()
-    pages = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_AVPHYS_PAGES")
-    total, free = (count * os.sysconf("SC_PAGE_SIZE") / 2**30 for count in pages)
-    yield "memory", f"{total:.1f} GiB, {free:.1f} GiB of it free"
+    yield "memory", memory()
     yield "cache folder", str(cache_folder())
     yield "devices", devices()
 
@@ -68,12 +66,25 @@ def version_of(package: str) -> str:
         return "missing"
 
 
-def processor() -> str:
+def table_of(path: str) -> dict[str, str]:
+    """Values by name of a file of the kernel, the last of each name; {} without the file."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except OSError:
         lines = []
-    known = dict(re.split(r"\s*: ?", line, maxsplit=1) for line in lines if ":" in line)
+    return dict(re.split(r"\s*: *", line, maxsplit=1) for line in lines if ":" in line)
+
+
+def memory() -> str:
+    """Whole memory, and what programs could still take of it, the files that it caches included."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = table_of("/proc/meminfo").get("MemAvailable")
+    left = f"{int(available.split()[0]) / 2**20:.1f} GiB" if available else "unknown how much"
+    return f"{total / 2**30:.1f} GiB, {left} of it available"
+
+
+def processor() -> str:
+    known = table_of("/proc/cpuinfo")
     name = known.get("model name") or platform.processor() or platform.machine()
     flags = (known.get("flags") or known.get("Features") or "").split()
     sets = " ".join(flag for flag in flags if SETS.fullmatch(flag)) or "instruction sets unknown"

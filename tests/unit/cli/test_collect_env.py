@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ for name, text in environment():
     lines = dict(line.removeprefix("- ").split(": ", 1) for line in shown.splitlines())
     assert lines["draftsmith"].startswith(__version__)
     assert f"torch {torch.__version__}" in lines["packages"]
-    assert "cores" in lines["processor"] and "GiB" in lines["memory"]
+    assert "cores" in lines["processor"]
+    assert re.fullmatch(r"[\d.]+ GiB, [\d.]+ GiB of it available", lines["memory"])
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     assert found in lines["devices"]
 
