@@ -33,7 +33,8 @@ from draftsmith.train.check.data import (
     check_start,
     marked,
 )
-from draftsmith.train.check.doctor import run
+from draftsmith.train.check.doctor import in_brief, run
+from draftsmith.train.check.finding import ok
 from draftsmith.train.check.memory import compare
 from draftsmith.train.config import DoctorConfig
 from scripts.paths import ROOT
@@ -104,6 +105,14 @@ def test_the_ways_that_this_processor_is_fastest_in_are_told(
     assert all(re.search(r"\d\.\d\d ms \(", line) for line in told[0])
 
 
+def test_a_table_has_one_line_for_all_ways() -> None:
+    sound = [ok("target.loads", "it does"), ok("draft.loads", "it does")]
+    ways = [ok("cpu.ways", f"many rows, {rows}") for rows in range(20)]
+    first, brief, last = in_brief([sound[0], *ways, sound[1]])
+    assert [first, last] == sound and brief.what.startswith("for 20 shapes of work")
+    assert in_brief(sound) == sound
+
+
 def own_rows(target: Target, temperature: float) -> list[Row]:
     prompts = [[5 + index, 9, 14] for index in range(12)]
     answers = target.answer(prompts, max_new_tokens=24, temperature=temperature)
@@ -144,8 +153,8 @@ def test_sound_input_has_no_complaint(
 def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(DoctorConfig(target=str(tmp_path / "gone"))) == 1
     shown = capsys.readouterr().out
-    assert shown.startswith("fail  target.loads  model ") and "cannot be loaded" in shown
-    assert "-> check the path or Hub id" in shown and shown.endswith("0 ok, 0 warn, 1 fail\n")
+    assert shown.startswith("fail  target.loads  there is no folder ")
+    assert "-> check the path of the model" in shown and shown.endswith("0 ok, 0 warn, 1 fail\n")
 
 
 def test_a_target_that_holds_nan_fails(
