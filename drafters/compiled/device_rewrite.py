@@ -3,7 +3,7 @@ launches.
 
 A layer of a few tokens is mostly launches, each of which costs more than its numbers. What lies
 between products becomes Triton kernels, products of one input become one, and everything else stays
-torch's. A layer like Llama's is ten launches then, of 41.
+torch's. A layer like Llama's is nine launches then, of 40.
 
 Weights of products of one input lie one behind the other, and the model's parameters become views
 of that: no memory is held twice, and whatever is written into a parameter counts at once. Over a

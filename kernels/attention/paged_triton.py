@@ -1,11 +1,10 @@
 """Paged attention in Triton, one kernel for prompt pieces, chains, trees and single tokens of any
 mix of rows.
 
-1. `_attend`: program (tile, kv head, split). A tile is some tokens of one row times the query heads
-  that share the kv head, so
-   that each key is read once for all of them; more heads than a tile holds are several parts. A
-   split is a share of the row's context (flash decoding). Softmax runs online.
-2. `_merge`: puts the splits of a (token, head) together. Left out when there is one.
+`_attend`, program (tile, kv head, split): a tile is some tokens of one row times the query heads
+that share the kv head, so that each key is read once for all of them; more heads than a tile holds
+are several parts. A split is a share of the row's context (flash decoding). Softmax runs online.
+The last program of a tile's splits puts them together.
 
 The tokens that a token sees are worked out from positions, kv indices and ancestor bits block by
 block: no mask is stored. All sizes of a launch come from the shapes of tensors, never from their
@@ -41,12 +40,12 @@ _MINUS_INF = tl.constexpr(float("-inf"))
 _FAR = tl.constexpr(1 << 30)  # a kv index beyond every context
 
 # A split shorter than this costs more in merging than it gains.
-_SHORTEST_SPLIT = 256
+_SHORTEST_SPLIT = 64
 _MOST_SPLITS = 64
-# Sizes of what a program looks at in one go, each a variant of its kernel: rows of a pass, and
-# splits of a context.
+# Programs that every multiprocessor should have.
+_PROGRAMS = 2
+# Rows of a pass that a program looks at in one go, each a variant of the kernel.
 _ROWS = (64, 512, 4096)
-_WIDTHS = (8, _MOST_SPLITS)
 
 
 @triton.jit
@@ -60,11 +59,50 @@ def _num_bits(x):
     return (x + (x >> 32)) & 0x7F
 
 
+@triton.jit
+def _merged(
+    parts,
+    maxima,
+    sums,
+    flat,  # [QUERIES], places in the first split
+    real,  # [QUERIES]
+    num_splits,
+    step,  # from split to split
+    dims,
+    VALUE_DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):
+    """(sum of values [QUERIES, VALUE_WIDTH], sum of weights [QUERIES]) of all splits, added up in
+    their order."""
+    AT_ONCE: tl.constexpr = 4096 // (QUERIES * VALUE_WIDTH) + 1  # splits on their way
+    top = tl.full((QUERIES,), _MINUS_INF, tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    gathered = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
+    for begin in range(0, num_splits, AT_ONCE):
+        for index in tl.static_range(AT_ONCE):
+            mask = real & (begin + index < num_splits)
+            at = flat + (begin + index) * step
+            one_top = tl.load(maxima + at, mask=mask, other=_MINUS_INF, cache_modifier=".cg")
+            one_total = tl.load(sums + at, mask=mask, other=0.0, cache_modifier=".cg")
+            part = tl.load(
+                parts + at[:, None] * VALUE_DIM + dims[None, :],
+                mask=mask[:, None] & (dims[None, :] < VALUE_DIM), other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_top = tl.maximum(top, one_top)
+            shift = tl.where(new_top == _MINUS_INF, 0.0, new_top)
+            decay, weight = tl.exp2(top - shift), tl.exp2(one_top - shift)
+            gathered = gathered * decay[:, None] + part * weight[:, None]
+            total = total * decay + one_total * weight
+            top = new_top
+    return gathered, total
+
+
 # What differs from launch to launch of one server makes no variants of its own.
 @triton.jit(
     do_not_specialize=["num_tokens", "num_rows", "num_splits", "table_stride", "window"],
     do_not_specialize_on_alignment=[
-        "maxima", "sums", "sinks", "block_tables", "starts", "positions", "kv_indices",
+        "maxima", "sums", "tickets", "sinks", "block_tables", "starts", "positions", "kv_indices",
         "ancestors", "first",
     ],
 )  # fmt: skip
@@ -72,9 +110,11 @@ def _attend(
     query,  # [heads, T, KEY_DIM]
     keys,  # [slots, KV_HEADS, KEY_DIM]
     values,  # [slots, KV_HEADS, VALUE_DIM]
-    out,  # [T, heads, VALUE_DIM], or a part per split, written
+    out,  # [T, heads, VALUE_DIM], written
+    parts,  # [splits, T, heads, VALUE_DIM] float32, written
     maxima,  # [splits, T, heads] float32, written
     sums,  # [splits, T, heads] float32, written
+    tickets,  # [tiles * KV_HEADS * PARTS] int64, zeros before and after
     sinks,  # [heads]
     block_tables,  # [B, max_blocks] int64
     starts,  # [B + 1] int64
@@ -117,9 +157,8 @@ def _attend(
     first `KEY_WIDTH` dimensions of keys and the `REST_WIDTH` after them are multiplied apart, so
     that a dimension like 576 is not padded to 1024; 0: there is no rest.
 
-    Without splits `out` [T, heads, VALUE_DIM] gets the result; else its float32 [splits, T, heads,
-    VALUE_DIM] sums of a split, `maxima` and `sums` [splits, T, heads] what they are relative to
-    (scores in units of log 2).
+    With splits `parts` get the sums of each, `maxima` and `sums` what they are relative to (scores
+    in units of log 2), and `out` what the last program makes of them.
     """
     SHARE: tl.constexpr = (GROUPS + PARTS - 1) // PARTS  # heads of a tile
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -151,6 +190,11 @@ def _attend(
     if HAS_WINDOW:
         lowest = tl.maximum(tl.min(oldest, axis=0), 0)
         nearest = lowest
+    share = tl.cdiv(tl.cdiv(context - lowest, num_splits), KEYS) * KEYS
+    low = lowest + split * share
+    if low >= context:  # a short context leaves most splits of a long table empty
+        return
+    high = tl.minimum(low + share, context)
     bits = tl.zeros((QUERIES,), tl.int64)
     root = tl.zeros((QUERIES,), tl.int32)
     nearest_root = tl.zeros((), tl.int32)
@@ -186,9 +230,6 @@ def _attend(
             total = total + 1.0
     gathered = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
 
-    share = tl.cdiv(tl.cdiv(context - lowest, num_splits), KEYS) * KEYS
-    low = lowest + split * share
-    high = tl.minimum(low + share, context)
     for begin_key in range(low, high, KEYS):
         at = begin_key + tl.arange(0, KEYS)
         inside = at < high
@@ -255,50 +296,28 @@ def _attend(
 
     flat = tokens * (KV_HEADS * GROUPS) + heads
     written = real[:, None] & (value_dims[None, :] < VALUE_DIM)
-    if not IS_SPLIT:
-        gathered = gathered / tl.where(real, total, 1.0)[:, None]
-    else:
-        flat = flat + split.to(tl.int64) * num_tokens * (KV_HEADS * GROUPS)
-        tl.store(maxima + flat, top, mask=real)
-        tl.store(sums + flat, total, mask=real)
-        # Short contexts leave most splits of a long table empty, which then cost no memory traffic.
-        written = written & (top > _MINUS_INF)[:, None]
-    tl.store(
-        out + flat[:, None] * VALUE_DIM + value_dims[None, :],
-        gathered.to(out.dtype.element_ty),
-        mask=written,
-    )
-
-
-@triton.jit(
-    do_not_specialize=["num_pairs", "num_splits"],
-    do_not_specialize_on_alignment=["maxima", "sums"],
-)
-def _merge(
-    parts,  # [splits, T, heads, VALUE_DIM] float32
-    maxima,  # [splits, T, heads] float32
-    sums,  # [splits, T, heads] float32
-    out,  # [T, heads, VALUE_DIM], written
-    num_pairs,  # T * heads
-    num_splits,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Program p: token and head p of `num_pairs`. WIDTH is a power of two, `num_splits` or more."""
-    pair = tl.program_id(0).to(tl.int64)
-    splits, dims = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
-    inside = splits < num_splits
-    flat = splits * num_pairs + pair
-    tops = tl.load(maxima + flat, mask=inside, other=_MINUS_INF)
-    totals = tl.load(sums + flat, mask=inside, other=0.0)
-    # Every token sees itself, so that one split at least has a maximum.
-    weights = tl.exp2(tops - tl.max(tops, axis=0))
-    # A split without keys has left nothing.
-    mask = (tops > _MINUS_INF)[:, None] & (dims[None, :] < VALUE_DIM)
-    rows = tl.load(parts + flat[:, None] * VALUE_DIM + dims[None, :], mask=mask, other=0.0)
-    result = tl.sum(rows * weights[:, None], axis=0) / tl.sum(totals * weights, axis=0)
-    tl.store(out + pair * VALUE_DIM + dims, result.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    places = flat[:, None] * VALUE_DIM + value_dims[None, :]
+    if IS_SPLIT:
+        step = num_tokens.to(tl.int64) * (KV_HEADS * GROUPS)  # from split to split
+        tl.store(maxima + split * step + flat, top, mask=real)
+        tl.store(sums + split * step + flat, total, mask=real)
+        tl.store(parts + split * step * VALUE_DIM + places, gathered, mask=written)
+        # The barrier orders the stores of all threads before the count, which one thread releases.
+        # Each count reads the one before it, so that the last acquires what all of them released;
+        # it reaches the other threads behind a barrier, and what they load comes from L2, where the
+        # stores are. No program waits, so the order in which a device starts them is free.
+        tl.debug_barrier()
+        ticket = tickets + tile * tl.num_programs(1) + tl.program_id(1)
+        num_filled = tl.cdiv(context - lowest, share)
+        if tl.atomic_add(ticket, 1, sem="acq_rel") < num_filled - 1:
+            return
+        tl.store(ticket, 0)  # for the next launch, another layer's or that of a graph's replay
+        gathered, total = _merged(
+            parts, maxima, sums, flat, real, num_filled, step, value_dims, VALUE_DIM,
+            QUERIES, VALUE_WIDTH,
+        )  # fmt: skip
+    result = gathered / tl.where(real, total, 1.0)[:, None]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=written)
 
 
 @dataclass(frozen=True)
@@ -311,16 +330,20 @@ class TritonContext:
     positions: torch.Tensor  # [T]
     starts: torch.Tensor  # [B + 1], where each row starts in T
     tree: TreeLayout | None
+    tickets: torch.Tensor  # zeros of this pass alone, `_PROGRAMS` for every multiprocessor
     num_splits: int | None = None  # None: enough to fill the device
 
     @classmethod
     def of(cls, block_size: int, layout: PassLayout) -> TritonContext:
         block_tables, positions, lengths, tree = layout
-        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        num_tickets = _PROGRAMS * limits_of(lengths.device).num_multiprocessors
+        # One padding gives the first start and the tickets.
+        padded = torch.nn.functional.pad(lengths.cumsum(0), (1, num_tickets))
+        starts, tickets = padded.split((len(lengths) + 1, num_tickets))
         # The kernel steps by one number, and a number that was expanded over a row has no step.
         if tree is not None:
             tree = type(tree)(*(part.contiguous() for part in tree))
-        return cls(block_size, block_tables, positions.contiguous(), starts, tree)
+        return cls(block_size, block_tables, positions.contiguous(), starts, tree, tickets)
 
     @on_its_device
     def attend(
@@ -359,9 +382,11 @@ class TritonContext:
             query,
             keys,
             values,
+            out,
             parts,
             maxima,
             sums,
+            self.tickets,
             out if rule.sinks is None else rule.sinks,
             self.block_tables,
             self.starts,
@@ -399,19 +424,6 @@ class TritonContext:
             HAS_SINKS=rule.sinks is not None,
             num_warps=tiles.num_warps,
         )
-        if num_splits > 1:
-            num_pairs = num_tokens * num_heads
-            _merge[(num_pairs,)](
-                parts,
-                maxima,
-                sums,
-                out,
-                num_pairs,
-                num_splits,
-                VALUE_DIM=value_dim,
-                VALUE_WIDTH=widths.value,
-                WIDTH=_bucket(num_splits, _WIDTHS),
-            )
         return out
 
 
@@ -421,11 +433,10 @@ def triton_context(keys: torch.Tensor, block_size: int, layout: PassLayout) -> T
 
 
 def _num_splits(num_programs: int, max_context: int, num_multiprocessors: int) -> int:
-    """Two programs a multiprocessor where the context can be cut so far; a power of two, so that
-    splits are of similar length."""
-    wanted = -(-2 * num_multiprocessors // num_programs)
-    most = min(max_context // _SHORTEST_SPLIT, _MOST_SPLITS)
-    return next_power_of_2(max(1, min(wanted, most)))
+    """Programs enough for every multiprocessor where the context can be cut so far. With more than
+    one split there are fewer than `_PROGRAMS * num_multiprocessors` of `num_programs`."""
+    wanted = -(-_PROGRAMS * num_multiprocessors // num_programs)
+    return max(1, min(wanted, -(-max_context // _SHORTEST_SPLIT), _MOST_SPLITS))
 
 
 def _bucket(number: int, sizes: Sequence[int]) -> int:

@@ -126,6 +126,7 @@ def attend(
         of_tokens(),
         empty(num_rows + 1),
         tree,
+        empty(2 * 132),
         num_splits,
     )
     query = empty(1, num_tokens, heads.num_heads, heads.key_dim, dtype=dtype).transpose(1, 2)

@@ -140,7 +140,7 @@ def launches(head: FeatureHead) -> Launches:
 
 
 # Launches of a step: own forward, captured one.
-STEPS = {"eagle3": (77, 30), "mtp": (88, 34)}
+STEPS = {"eagle3": (76, 29), "mtp": (87, 33)}
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.long)])

@@ -158,7 +158,8 @@ def run_rows(
         pool, tables, positions, lengths, tree=layout if has_tree else None, impl=case.impl
     )
     if case.num_splits is not None:
-        one_pass.context = replace(one_pass.context, num_splits=case.num_splits)
+        tickets = torch.zeros(1000, dtype=torch.int64, device=device)
+        one_pass.context = replace(one_pass.context, num_splits=case.num_splits, tickets=tickets)
     given = {
         name: value.to(device, case.dtype) if name == "sinks" else value
         for name, value in options.items()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,6 +130,31 @@ def test_rows_of_no_tokens_at_the_end_change_nothing(impl: str, num_empty: int) 
         impl=impl,
     )
     torch.testing.assert_close(attended(padded, query), attended(made, query))
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="a device orders its programs")
+def test_splits_are_merged_in_their_order_whichever_program_is_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice over the same tickets, as a graph's replays; tickets that another pass left behind show
+    that the last program alone may merge."""
+    made, query = pass_of([90, 7, 61], torch.float32, "triton")
+    tickets = torch.zeros(99, dtype=torch.int64)
+    made.context = replace(made.context, num_splits=4, tickets=tickets)
+    builder = importlib.import_module("triton.runtime.interpreter").interpreter_builder
+    set_index, found = builder.set_grid_idx, []
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
+        monkeypatch.setattr(
+            builder, "set_grid_idx", lambda x, y, z, order=order: set_index(x, y, order[z])
+        )
+        found.append(attended(made, query))
+        assert not tickets.any()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    alone = attended(*pass_of([90, 7, 61], torch.float32, "torch"))
+    torch.testing.assert_close(found[0], alone, atol=2e-6, rtol=1e-5)
+    tickets.fill_(1)
+    assert attended(made, query).isnan().any()
 
 
 @needs_compiler
