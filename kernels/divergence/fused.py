@@ -29,8 +29,8 @@ from draftsmith.kernels.products.float32_products import is_faster, multiply
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 
 # Draft logits of one chunk on an accelerator. Every chunk reads the draft head twice and its
-# gradient once more, so few large ones: 1024 rows of bfloat16 at V = 128,256.
-CHUNK_BYTES = 1 << 28
+# gradient once more, so few large ones: 2048 rows of bfloat16 at V = 128,256.
+CHUNK_BYTES = 1 << 29
 # The gradient of a bfloat16 head is added up in bfloat16 when the chunks are few: each of them then
 # rounds once, as the result does anyway, and the buffer is half as large. More chunks, or any other
 # head, add up in float32.

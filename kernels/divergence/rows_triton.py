@@ -1,9 +1,10 @@
-"""Divergences of rows in Triton: one program per row, three walks over its logits, the gradient
-written over the draft's.
+"""Divergences of rows in Triton: one program per row, two or three walks over its logits, the
+gradient written over the draft's.
 
 The first walk gathers the normalisers (online softmax: a running maximum and a sum that is rescaled
-when it moves), the second the sums, the third writes the gradient, which for every divergence of
-`divergence_rows.py` is q_v * total - push_v with
+when it moves), the second the sums, the third writes the gradient. Sums that are linear in p and
+log q (`IN_ONE_WALK`) are the first walk's too, and alpha the last one's. For every divergence of
+`divergence_rows.py` the gradient is q_v * total - push_v with
 
     push_v = a p_v + b q_v [q_v < p_v] + c q_v (log ref_v - log q_v) + d [v = x],   total its sum,
 
@@ -33,6 +34,7 @@ CODES = {
     "ce": 7,
 }  # fmt: skip
 HELD_AGAINST = ("reverse-kl", "jsd")  # those whose c is not 0
+IN_ONE_WALK = ("forward-kl", "ce")  # those whose loss and a, b, c, d follow from such sums
 _FORWARD_KL, _REVERSE_KL, _JSD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _TVD, _LK_ALPHA, _LK_HYBRID, _CE = (
     tl.constexpr(4),
@@ -48,21 +50,72 @@ _LEAST_DEVIATION = tl.constexpr(LEAST_DEVIATION)
 
 
 @triton.jit
+def _finite(top):
+    return tl.where(top == _MINUS_INF, 0.0, top)
+
+
+@triton.jit
 def _online(x, top, total):
     """Takes a block of logits into the running (maximum, sum of exponentials)."""
     new_top = tl.maximum(top, tl.max(x, axis=0))
-    shift = tl.where(new_top == _MINUS_INF, 0.0, new_top)
+    shift = _finite(new_top)
     return new_top, total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
 
 
 @triton.jit
-def _log_normaliser(row, size, lanes, BLOCK: tl.constexpr):
+def _normaliser(row, size, lanes, BLOCK: tl.constexpr):
+    """(maximum, sum of exponentials below it) of a row."""
     top, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
     for begin in range(0, size, BLOCK):
         at = begin + lanes
         x = tl.load(row + at, mask=at < size, other=_MINUS_INF).to(tl.float32)
         top, total = _online(x, top, total)
-    return top + tl.log(total)
+    return top, total
+
+
+@triton.jit
+def _logits(draft, target, vocab_map, at, size, HAS_MAP: tl.constexpr):
+    """(x, z) of a block of draft tokens: the target's and the draft's."""
+    inside = at < size
+    ids = at
+    if HAS_MAP:
+        ids = tl.load(vocab_map + at, mask=inside, other=0)
+    z = tl.load(draft + at, mask=inside, other=_MINUS_INF).to(tl.float32)
+    return tl.load(target + ids, mask=inside, other=_MINUS_INF).to(tl.float32), z
+
+
+@triton.jit
+def _sums_in_one_walk(
+    draft, target, vocab_map, num_draft_tokens, num_target_tokens, lanes,
+    KIND: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(log normaliser of p, of q, sum p, sum p (log p - log q)), the sums over draft tokens.
+
+    Logits are held against the maxima so far, so that no large numbers cancel in a sum: it moves by
+    what the maxima move by."""
+    p_top, p_total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    if HAS_MAP:
+        p_top, p_total = _normaliser(target, num_target_tokens, lanes, BLOCK)
+    q_top, q_total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    mass, against = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    for begin in range(0, num_draft_tokens, BLOCK):
+        x, z = _logits(draft, target, vocab_map, begin + lanes, num_draft_tokens, HAS_MAP)
+        p_before, q_before = p_top, _finite(q_top)
+        p_top = tl.maximum(p_top, tl.max(x, axis=0))
+        q_top, q_total = _online(z, q_top, q_total)
+        p_shift, q_shift = _finite(p_top), _finite(q_top)
+        x, z, decay = x - p_shift, z - q_shift, tl.exp(p_before - p_shift)
+        p = tl.exp(x)
+        if KIND == _FORWARD_KL:
+            moved = (q_shift - q_before) - (p_shift - _finite(p_before))
+            terms = p * (tl.maximum(x, _LOG_ZERO) - tl.maximum(z, _LOG_ZERO))
+            against = (against + mass * moved) * decay + tl.sum(terms, axis=0)
+        mass = mass * decay + tl.sum(p, axis=0)
+    if not HAS_MAP:
+        p_total = mass
+    log_p_total, log_q_total = tl.log(p_total), tl.log(q_total)
+    against = (against + mass * (log_q_total - log_p_total)) / p_total
+    return p_top + log_p_total, q_top + log_q_total, mass / p_total, against
 
 
 @triton.jit
@@ -70,12 +123,7 @@ def _log_distributions(
     draft, target, vocab_map, at, size, log_norm_p, log_norm_q, HAS_MAP: tl.constexpr
 ):
     """(log p, log q) of a block of draft tokens."""
-    inside = at < size
-    ids = at
-    if HAS_MAP:
-        ids = tl.load(vocab_map + at, mask=inside, other=0)
-    z = tl.load(draft + at, mask=inside, other=_MINUS_INF).to(tl.float32)
-    x = tl.load(target + ids, mask=inside, other=_MINUS_INF).to(tl.float32)
+    x, z = _logits(draft, target, vocab_map, at, size, HAS_MAP)
     return tl.maximum(x - log_norm_p, _LOG_ZERO), tl.maximum(z - log_norm_q, _LOG_ZERO)
 
 
@@ -161,6 +209,7 @@ def _divergence_rows(
     num_target_tokens,  # V
     KIND: tl.constexpr,
     HAS_REF: tl.constexpr,
+    HAS_SUMS: tl.constexpr,  # a walk for the sums alone
     HAS_MAP: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -169,33 +218,39 @@ def _divergence_rows(
     draft, target = draft_logits + row * draft_stride, target_logits + row * target_stride
     lanes = tl.arange(0, BLOCK)
     weight = tl.load(weights + row)
-    log_norm_p = _log_normaliser(target, num_target_tokens, lanes, BLOCK)
-    log_norm_q = _log_normaliser(draft, num_draft_tokens, lanes, BLOCK)
-
     mass, alpha = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     below, above, against = (
         tl.full((), 0.0, tl.float32),
         tl.full((), 0.0, tl.float32),
         tl.full((), 0.0, tl.float32),
     )
-    for begin in range(0, num_draft_tokens, BLOCK):
-        at = begin + lanes
-        log_p, log_q = _log_distributions(
-            draft, target, vocab_map, at, num_draft_tokens, log_norm_p, log_norm_q, HAS_MAP
-        )
-        p, q = tl.exp(log_p), tl.exp(log_q)
-        mass += tl.sum(p, axis=0)
-        alpha += tl.sum(tl.minimum(p, q), axis=0)
-        below += tl.sum(tl.where(q < p, q, 0.0), axis=0)
-        log_ref = _reference(log_p, p, q, parameter, KIND)
-        if KIND == _JSD:
-            above += tl.sum(p * (log_p - log_ref), axis=0)
-        else:
-            above += tl.sum(tl.where(q < p, p, 0.0), axis=0)
-        if HAS_REF:
-            against += tl.sum(q * (log_ref - log_q), axis=0)
-        else:
-            against += tl.sum(p * (log_p - log_q), axis=0)
+    if HAS_SUMS:
+        p_top, p_total = _normaliser(target, num_target_tokens, lanes, BLOCK)
+        q_top, q_total = _normaliser(draft, num_draft_tokens, lanes, BLOCK)
+        log_norm_p, log_norm_q = p_top + tl.log(p_total), q_top + tl.log(q_total)
+        for begin in range(0, num_draft_tokens, BLOCK):
+            at = begin + lanes
+            log_p, log_q = _log_distributions(
+                draft, target, vocab_map, at, num_draft_tokens, log_norm_p, log_norm_q, HAS_MAP
+            )
+            p, q = tl.exp(log_p), tl.exp(log_q)
+            mass += tl.sum(p, axis=0)
+            alpha += tl.sum(tl.minimum(p, q), axis=0)
+            below += tl.sum(tl.where(q < p, q, 0.0), axis=0)
+            log_ref = _reference(log_p, p, q, parameter, KIND)
+            if KIND == _JSD:
+                above += tl.sum(p * (log_p - log_ref), axis=0)
+            else:
+                above += tl.sum(tl.where(q < p, p, 0.0), axis=0)
+            if HAS_REF:
+                against += tl.sum(q * (log_ref - log_q), axis=0)
+            else:
+                against += tl.sum(p * (log_p - log_q), axis=0)
+    else:
+        log_norm_p, log_norm_q, mass, against = _sums_in_one_walk(
+            draft, target, vocab_map, num_draft_tokens, num_target_tokens, lanes,
+            KIND, HAS_MAP, BLOCK,
+        )  # fmt: skip
     outside = tl.full((), 0.0, tl.float32)
     if HAS_MAP:
         outside = tl.maximum(1.0 - mass, 0.0)
@@ -231,6 +286,8 @@ def _divergence_rows(
             push += c * q * (_reference(log_p, p, q, parameter, KIND) - log_q)
         slope = tl.where(weight != 0, weight * (q * total - push), 0.0)
         tl.store(draft + at, slope, mask=at < num_draft_tokens)
+        if not HAS_SUMS:
+            alpha += tl.sum(tl.minimum(p, q), axis=0)
 
     tl.store(losses + row, tl.where(weight != 0, loss, 0.0))
     tl.store(alphas + row, alpha)
@@ -273,6 +330,7 @@ def divergence_rows_triton(
             target_logits.shape[-1],
             KIND=CODES[kind.name],
             HAS_REF=kind.name in HELD_AGAINST,
+            HAS_SUMS=kind.name not in IN_ONE_WALK,
             HAS_MAP=rows.vocab_map is not None,
             HAS_COLUMNS=has_columns,
             BLOCK=min(
