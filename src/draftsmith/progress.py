@@ -12,6 +12,7 @@ from typing import ClassVar
 from weakref import WeakSet
 
 LINE = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
+BAR = LINE.replace("{desc}:", "{l_bar}{bar}|")
 
 LOG_FORMATS = ("text", "json")
 # For processes that this one starts, whose lines stand in the same log.
@@ -142,7 +143,7 @@ class Progress:
         self._bar = tqdm(
             desc=label, total=total, unit=f" {unit}", initial=start, disable=not (shows and total),
             miniters=1, dynamic_ncols=True,
-            **({} if draws() else lines),
+            **({"bar_format": BAR} if draws() else lines),
         )  # fmt: skip
         self.opened.add(self)
 

@@ -105,7 +105,7 @@ def on_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_terminal_has_one_bar_that_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = on_terminal(100, monkeypatch)
     first, middle, last = shown.strip().split("\r")
-    assert "100/200" in first and "812 tok/s" in middle and "all of it" in last
+    assert "| 100/200 answers [" in first and "812 tok/s" in middle and "all of it" in last
     assert shown.count("\n") == 1
     assert on_terminal(0, monkeypatch).startswith("generate: 100/200 answers [00:00<?]\n")
 
