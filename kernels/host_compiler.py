@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.files import cache_folder
+from draftsmith.progress import say
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ def processor() -> str:
 
 def _compile(compiler: str, source: Path, library: Path) -> None:
     """Appears by one rename, as another process may compile the same."""
+    _tell()
     scratch = library.with_name(f"{library.name}.{os.getpid()}")
     try:
         for openmp in ([OPENMP], []):
@@ -109,3 +111,8 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
     finally:
         scratch.unlink(missing_ok=True)
     raise RuntimeError(f"{compiler} says {done.stderr.strip()[:200]!r}")
+
+
+@cache
+def _tell() -> None:
+    say("compiling kernels for this processor; they are kept")

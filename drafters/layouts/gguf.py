@@ -24,6 +24,7 @@ from draftsmith.drafters.layouts.hub import ask_hub
 from draftsmith.errors import UserError, first_line, missing
 from draftsmith.files import atomic_folder
 from draftsmith.kernels.host_compiler import cache_folder
+from draftsmith.progress import say
 
 SUFFIX = ".gguf"
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
@@ -97,6 +98,7 @@ def _converted(file: Path) -> Path:
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     folder = cache_folder() / "gguf" / f"{file.stem}-{digest}"
     if not folder.is_dir():
+        say(f"dequantising {file.name} once, into {folder}")
         try:
             with atomic_folder(folder) as temporary:
                 _convert(file, temporary)

@@ -44,13 +44,20 @@ def test_a_region_of_one_thread_is_a_plain_loop() -> None:
 
 @needs_compiler
 def test_a_source_is_compiled_once(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    host_compiler._tell.cache_clear()
     assert answer(source) == 42
+    assert "compiling" in capsys.readouterr().err
     (library,) = (tmp_path / "cache" / "draftsmith").iterdir()
     assert library.suffix == ".so", "a scratch file was left"
     monkeypatch.setattr(host_compiler, "_compile", None)
+    host_compiler._tell.cache_clear()
     assert answer(source) == 42
+    assert capsys.readouterr().err == ""
 
 
 @needs_compiler

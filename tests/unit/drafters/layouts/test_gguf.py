@@ -75,10 +75,11 @@ def read_dtype(file: Path) -> torch.dtype:
 
 
 def test_a_file_is_converted_once_and_another_one_anew(
-    written: Callable[[str], Path], own_cache: Path
+    written: Callable[[str], Path], own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written("llama")
     first = model_folder(file)
+    assert f"dequantising {TARGET} once, into {first}\n" in capsys.readouterr().err
     again = file.with_name("again") / "model.gguf"
     again.parent.mkdir()
     again.write_bytes(file.read_bytes())
