@@ -82,7 +82,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yields a temporary folder that becomes `path` by one rename; an existing `path` is replaced
-    only at the end."""
+    only at the end. Its files can be read as the folder can, which some libraries prevent."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -92,6 +92,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             yield temporary
             for file in temporary.rglob("*"):
                 if file.is_file():
+                    file.chmod(temporary.stat().st_mode & 0o666)
                     with open(file, "rb") as handle:
                         os.fsync(handle.fileno())
         if path.exists():

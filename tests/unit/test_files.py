@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from draftsmith.errors import UserError
 from draftsmith.files import (
+    atomic_folder,
     atomic_path,
     check_result,
     is_full,
@@ -152,3 +154,11 @@ def test_the_page_of_a_result_is_no_other_results_and_never_the_result() -> None
     check_result(None, "out")
     with pytest.raises(UserError, match=r"'a.html', the page .*; give a name that ends in .json$"):
         check_result("a.html", "out")
+
+
+def test_weights_in_a_folder_can_be_read_like_any_file(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "out") as folder:
+        save_file({"weight": np.zeros(2)}, folder / "model.safetensors")
+    (tmp_path / "any").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "any", *(tmp_path / "out").iterdir())}
+    assert len(modes) == 1
