@@ -154,9 +154,13 @@ def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[
     if reads_freely(device):
         return tuple(map(_here, columns))
     # Each begins at a multiple of 16 bytes: Triton compiles a kernel again for those that do not.
-    sizes = [size for column in columns for size in (len(column), len(column) % 2)]
-    found = sent_tensor(device, _joined(columns)).split_with_sizes(sizes)
-    return tuple(found[::2])
+    lengths = [len(column) for column in columns]
+    sizes = [length + length % 2 for length in lengths]
+    parts = sent_tensor(device, _here(_joined(columns))).split_with_sizes(sizes)
+    return tuple(
+        part if size == length else part[:length]
+        for part, size, length in zip(parts, sizes, lengths)
+    )
 
 
 def _here(column: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -170,21 +174,18 @@ def _here(column: Sequence[int] | torch.Tensor) -> torch.Tensor:
     )
 
 
-def _joined(columns: Iterable[Sequence[int] | torch.Tensor]) -> torch.Tensor:
-    """int64 [n] of lists and of int64 tensors, a zero behind each column of an odd length. Lists
-    that follow one another become one tensor: a tensor each costs more than their numbers."""
-    parts: list[torch.Tensor] = []
-    numbers: list[int] = []
+def _joined(columns: Iterable[Sequence[int] | torch.Tensor]) -> array[int]:
+    """Numbers of all columns, a zero behind each of an odd length. An array costs a fraction of the
+    tensors."""
+    numbers = array("q")
     for column in columns:
         if isinstance(column, torch.Tensor):
-            parts += [torch.tensor(numbers, dtype=torch.int64), column]
-            numbers = []
+            numbers.frombytes(column.numpy().tobytes())
         else:
-            numbers.extend(column)
+            numbers.extend(array("q", column))
         if len(column) % 2:
             numbers.append(0)
-    parts.append(torch.tensor(numbers, dtype=torch.int64))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    return numbers
 
 
 def sent_tensor(device: torch.device, host: torch.Tensor) -> torch.Tensor:
