@@ -33,7 +33,7 @@ from draftsmith.serve.engine.round import (
     reads_alone,
 )
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
-from draftsmith.serve.engine.scheduler import Schedule, Scheduler
+from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow, Scheduler
 from draftsmith.serve.engine.verify import (
     Rule,
     adjusted,
@@ -231,18 +231,19 @@ class EngineCore:
             tables = self.tables.of([row.request for row in rows])
             upload = Upload(sampling.device)
             if not reads_freely(sampling.device):
-                groups, drafting = self._expected(schedule, tables), len(schedule.drafting)
+                groups, drafting = self._expected(schedule, rows, tables), len(schedule.drafting)
                 tables, upload = sampling.send(tables, *groups, num_drafting=drafting)
             num_catch_up = 0
             for row in schedule.drafting:
                 num_catch_up += len(row.request.tokens) - row.request.draft.cached
             return Round(schedule, rows, tables, sampling, num_catch_up, begun_s, upload)
 
-    def _expected(self, schedule: Schedule, tables: torch.Tensor) -> list[tuple[list[int], ...]]:
+    def _expected(
+        self, schedule: Schedule, rows: Sequence[ScheduledRow], tables: torch.Tensor
+    ) -> list[tuple[list[int], ...]]:
         """Columns that drafting and the target pass will ask for, each group at once."""
-        budgets = [row.k for row in schedule.drafting]
         drafting = [(tokens,) for tokens in tokens_by_draft(schedule.drafting)]
-        return [*drafting, self.runner.expected(schedule.rows, budgets, tables)]
+        return [*drafting, self.runner.expected(rows, tables)]
 
     def _propose(self, round: Round) -> None:
         rows, plan, sampling = round.schedule.drafting, round.schedule.plan, round.sampling

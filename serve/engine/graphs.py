@@ -47,16 +47,15 @@ class PassInputs(NamedTuple):
     tables: torch.Tensor  # [B, blocks] int64 on the device
     tree: TreeLayout | None  # of trees that are laid out already
     drafted: DraftedIds | None = None
+    # [n] of the flattened drafted tokens, [n] indices into T that they go to
+    moves: tuple[list[int], ...] = ()
     upload: Upload | None = None  # what is on the device already
+    static: tuple[list[int], ...] | None = None  # as `PassGraphs.columns` gives them
 
     @property
     def columns(self) -> tuple[list[int], ...]:
         """All of the host's numbers."""
         return (*self[:4], *self.moves)
-
-    @property
-    def moves(self) -> tuple[list[int], ...]:
-        return () if self.drafted is None else (self.drafted.sources, self.drafted.targets)
 
     def sent(self, device: torch.device, *columns: list[int]) -> tuple[torch.Tensor, ...]:
         """Columns of the host on the pass's device."""
@@ -79,8 +78,6 @@ class DraftedIds(NamedTuple):
 
     tokens: torch.Tensor  # [B, K] int64
     nodes: NodeLayout | None  # where they are trees
-    sources: list[int]  # [n] of the flattened tokens
-    targets: list[int]  # [n] indices into T
 
     @property
     def has_trees(self) -> bool:
@@ -97,7 +94,7 @@ class DraftedIds(NamedTuple):
         sources: torch.Tensor,
         targets: torch.Tensor,
     ) -> TreeLayout | None:
-        """Write them into the pass's `ids` [T]; `sources` and `targets` are its own, on the device.
+        """Write them into the pass's `ids` [T]; `sources` and `targets` are its moves, as tensors.
         The layout of trees, whose `positions` [T] are changed in place."""
         ids.index_copy_(0, targets, self.tokens.take(sources))
         return None if self.nodes is None else self.nodes.lay_out(positions, sources, targets)
@@ -129,8 +126,14 @@ class StaticInputs:
         self._tree = None
         if has_trees:
             self._tree = TreeLayout(*torch.zeros(3, shapes.most_tokens, **whole))
+        self._views: dict[Shape, Views] = {}
 
     def of(self, shape: Shape) -> Views:
+        if shape not in self._views:
+            self._views[shape] = self._of(shape)
+        return self._views[shape]
+
+    def _of(self, shape: Shape) -> Views:
         rows, tokens = shape
         ids, positions, lengths = self._flat[: 2 * tokens + rows].split([tokens, tokens, rows])
         tree = None
@@ -144,7 +147,8 @@ class StaticInputs:
         self.fill(shape, PassInputs([], [], [], [], none, None))
 
     def fill(self, shape: Shape, inputs: PassInputs) -> None:
-        numbers, *moves = inputs.sent(self._flat.device, *static_columns(shape, inputs))
+        columns = inputs.static or static_columns(shape, inputs)
+        numbers, *moves = inputs.sent(self._flat.device, *columns)
         self._flat[: len(numbers)].copy_(numbers)
         views, tree = self.of(shape), inputs.tree
         if inputs.drafted is not None:
@@ -268,7 +272,7 @@ class PassGraphs:
         if not inputs.decides_all or not self._knows(inputs, taps):
             return None
         shape = self.shapes.of(len(inputs.lengths), len(inputs.ids))
-        if shape is None or not self.prepare(shape):
+        if shape is None or not (shape in self._graphs or self.prepare(shape)):
             return None
         with self._together(_message(inputs) if self._ranks else None):
             self._inputs.fill(shape, inputs)

@@ -40,29 +40,28 @@ class BlockTables:
     def __init__(self, max_batch: int, max_blocks: int, device: torch.device):
         self.host = torch.full((max_batch, max_blocks), NULL_BLOCK, dtype=torch.int64)
         self.device = device
-        # owner of the blocks in a row, and how many are written
-        self._written: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * max_batch
+        # of each row: owner of the blocks, how often it was preempted, how many are written
+        self._written = [("", 0, 0)] * max_batch
 
     def of(self, requests: Sequence[Request]) -> torch.Tensor:
         """[B, most blocks of any of them] int64, on the host."""
         for request in requests:
-            holder, written = self._written[request.slot]
+            slot, blocks = request.slot, request.blocks
+            owner, num_preemptions, written = self._written[slot]
             # A preempted request comes back with other blocks under the same id.
-            owner = (request.id, request.num_preemptions)
-            if owner != holder:
-                written = 0
-            if written < len(request.blocks):
-                self.host[request.slot, written : len(request.blocks)] = torch.tensor(
-                    request.blocks[written:]
-                )
-            self._written[request.slot] = (owner, len(request.blocks))
+            is_new = owner != request.id or num_preemptions != request.num_preemptions
+            if is_new or written != len(blocks):
+                begin = 0 if is_new else written
+                self.host[slot, begin : len(blocks)] = torch.tensor(blocks[begin:])
+                self._written[slot] = (request.id, request.num_preemptions, len(blocks))
         if len(requests) == 1:
             # Of one row there is nothing to pick, which is dear on a CPU. It is written between
             # rounds alone.
             slot = requests[0].slot
             return self.host[slot : slot + 1, : len(requests[0].blocks)]
         width = max([len(request.blocks) for request in requests])
-        return self.host[[request.slot for request in requests], :width]
+        (slots,) = sent(self.host.device, [request.slot for request in requests])
+        return self.host[:, :width].index_select(0, slots)
 
 
 class PackedRows(NamedTuple):
@@ -93,7 +92,7 @@ def pack(
         packed.begins.append(begin)
         ids += row.request.tokens[row.begin : row.begin + row.count]
         ids += known[index] if index < len(known) else [0] * size
-        if row.request.wants_prompt_logprobs:
+        if row.request.params.prompt_logprobs is not None:
             packed.prompt_rows.extend(
                 [begin + position - row.begin for position in prompt_positions(row)]
             )
@@ -102,6 +101,16 @@ def pack(
         if row.samples:
             packed.logit_rows.extend(range(len(ids) - size - 1, len(ids)))
     return packed
+
+
+class PlannedPass(NamedTuple):
+    """A pass before its drafted tokens are there."""
+
+    rows: Sequence[ScheduledRow]
+    sizes: list[int]  # drafted tokens of each
+    width: int  # of the drafted tokens [B, width] to come
+    packed: PackedRows
+    inputs: PassInputs
 
 
 class TargetRunner:
@@ -118,25 +127,36 @@ class TargetRunner:
     ):
         self.target, self.pool, self.device, self.graphs = target, pool, target.device, graphs
         self.states, self.adapters = states, adapters
+        self._planned: PlannedPass | None = None
 
     def gives_states(self, rows: Sequence[ScheduledRow]) -> bool:
         """True when a pass of these rows gives every state, of which they can join taps."""
         adapted = self.adapters is not None and any(row.request.options.adapter for row in rows)
         return self.target.captured and self.graphs is None and not adapted
 
-    def expected(
-        self, rows: Sequence[ScheduledRow], budgets: Sequence[int], tables: torch.Tensor
-    ) -> tuple[list[int], ...]:
-        """Columns of the host that a pass reads, if the first rows get as many drafted tokens as
-        their `budgets`; `tables` as for `run`, on the host."""
-        sizes = [*budgets, *[0] * (len(rows) - len(budgets))]
-        packed, drafted = pack(rows, sizes), None
-        if any(budgets):
-            none = torch.empty(len(budgets), max(budgets), dtype=torch.int64)
-            drafted = drafted_ids(rows, sizes, packed.begins, none)
-        inputs = PassInputs(*packed[:3], packed.head_rows, tables, None, drafted)
-        by_graph = None if self.graphs is None else self.graphs.columns(inputs)
-        return inputs.columns if by_graph is None else by_graph
+    def expected(self, rows: Sequence[ScheduledRow], tables: torch.Tensor) -> tuple[list[int], ...]:
+        """Columns of the host that `run` will read if all `rows` get k drafted tokens; the pass is
+        kept for it. `tables` as for `run`, on the host."""
+        sizes = [row.k for row in rows]
+        self._planned = self._plan(rows, sizes, max(sizes), tables)
+        inputs = self._planned.inputs
+        return inputs.static or inputs.columns
+
+    def _plan(
+        self,
+        rows: Sequence[ScheduledRow],
+        sizes: list[int],
+        width: int,
+        tables: torch.Tensor,
+        known: Sequence[list[int]] = (),
+    ) -> PlannedPass:
+        """A pass with `sizes` drafted tokens of each row, `known` or to come as [B, width]."""
+        packed = pack(rows, sizes, known)
+        moves = moves_of(rows, sizes, packed.begins, width) if width else ()
+        inputs = PassInputs(*packed[:3], packed.head_rows, tables, None, moves=moves)
+        if self.graphs is not None:
+            inputs = inputs._replace(static=self.graphs.columns(inputs))
+        return PlannedPass(rows, sizes, width, packed, inputs)
 
     def run(
         self,
@@ -156,13 +176,16 @@ class TargetRunner:
         sizes = [] if proposal is None else proposal.sizes
         sizes = [*sizes, *[0] * (len(rows) - len(sizes))]
         known = None if proposal is None else proposal.known
-        drafted = None
-        packed = pack(rows, sizes, [row[2 : 2 + row[1]] for row in known or ()])
+        drafted, width = None, 0
         if proposal is not None and known is None and any(sizes):
             nodes = None if proposal.tree is None else NodeLayout.of(proposal.tree)
-            drafted = drafted_ids(rows, sizes, packed.begins, proposal.tokens, nodes)
-        logit_rows = packed.head_rows
-        inputs = PassInputs(*packed[:3], logit_rows, tables, None, drafted, upload)
+            drafted, width = DraftedIds(proposal.tokens, nodes), proposal.tokens.shape[1]
+        planned, self._planned = self._planned, None
+        if planned is None or planned.rows is not rows or planned[1:3] != (sizes, width):
+            ids = [row[2 : 2 + row[1]] for row in known or ()]
+            planned = self._plan(rows, sizes, width, tables, ids)
+        packed, logit_rows = planned.packed, planned.inputs.logit_rows
+        inputs = planned.inputs._replace(tables=tables, drafted=drafted, upload=upload)
         split = None if self.states is None else self._split(rows, sizes)
         adapted = None
         if self.adapters is not None:
@@ -211,21 +234,17 @@ def pass_tensors(
     return [ids, positions, lengths, logit_rows], tree
 
 
-def drafted_ids(
-    rows: Sequence[ScheduledRow],
-    sizes: Sequence[int],
-    begins: Sequence[int],
-    tokens: torch.Tensor,
-    nodes: NodeLayout | None = None,
-) -> DraftedIds:
-    """Drafted tokens [B, K] of a pass: `sizes` of each row, which begins at `begins`."""
-    width = tokens.shape[1]
+def moves_of(
+    rows: Sequence[ScheduledRow], sizes: Sequence[int], begins: Sequence[int], width: int
+) -> tuple[list[int], list[int]]:
+    """Moves of drafted tokens [B, width] into a pass: `sizes` of each row, which begins at
+    `begins`."""
     sources: list[int] = []
     targets: list[int] = []
     for index, (row, size, begin) in enumerate(zip(rows, sizes, begins, strict=True)):
         sources += range(index * width, index * width + size)
         targets += range(begin + row.count, begin + row.count + size)
-    return DraftedIds(tokens, nodes, sources, targets)
+    return sources, targets
 
 
 def state_read(layers: StateLayers, row: ScheduledRow, num_drafted: int) -> RowRead:

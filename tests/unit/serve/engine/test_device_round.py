@@ -295,11 +295,24 @@ def shorter(call: int, proposal: Proposal) -> Proposal:
     return replace(proposal, lengths=lengths)
 
 
+def raising(call: int, proposal: Proposal) -> Proposal:
+    """Nothing, in every third round, though a pass with drafts was laid out."""
+    if call % 3 == 1:
+        raise RuntimeError("no draft")
+    return proposal
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("values", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "change, cause",
-    [(outside, "invalid"), (too_long, "invalid"), (broken, "nan"), (shorter, None)],
+    [
+        (outside, "invalid"),
+        (too_long, "invalid"),
+        (raising, "raised"),
+        (broken, "nan"),
+        (shorter, None),
+    ],
 )
 def test_a_bad_draft_slows_as_it_does_on_a_cpu(
     change: Change, cause: str | None, values: dict[str, Any], both: Callable[..., StandIn]

@@ -369,8 +369,8 @@ def test_drafted_tokens_reach_every_rank(target):
     ranks = Ranks([GraphOutcome.CAPTURED])
     graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
     inputs = round_of([3, 2], [3, 4], 0)
-    drafted = DraftedIds(torch.tensor([[71, 72], [73, 0]]), None, [0, 1, 2], [1, 2, 4])
-    graphs.run(inputs._replace(drafted=drafted), ())
+    drafted, moves = DraftedIds(torch.tensor([[71, 72], [73, 0]]), None), ([0, 1, 2], [1, 2, 4])
+    graphs.run(inputs._replace(drafted=drafted, moves=moves), ())
     first, second = inputs.ids[0], inputs.ids[3]
     assert inputs_of(ranks.told[-1]).ids == [first, 71, 72, second, 73]
 
@@ -383,8 +383,8 @@ def test_trees_are_laid_out_on_the_device(target):
     given = with_tree(plain)
     tokens = torch.tensor([plain.ids[1:3], [0, 0]])
     tree = DraftTree(tokens, torch.tensor([[-1, -1], [-2, -2]]), torch.tensor([2, 0]))
-    drafted = DraftedIds(tokens, NodeLayout.of(tree), [0, 1], [1, 2])
-    given_ids = plain._replace(ids=[plain.ids[0], 0, 0, *plain.ids[3:]], drafted=drafted)
+    drafted, ids = DraftedIds(tokens, NodeLayout.of(tree)), [plain.ids[0], 0, 0, *plain.ids[3:]]
+    given_ids = plain._replace(ids=ids, drafted=drafted, moves=([0, 1], [1, 2]))
     expected = graphs.run(given, ()).logits.clone()
     assert not torch.equal(graphs.run(plain, ()).logits, expected)
     assert torch.equal(graphs.run(given_ids, ()).logits, expected)
@@ -396,8 +396,8 @@ def test_trees_are_laid_out_on_the_device(target):
 
 def test_a_pass_reads_what_is_on_the_device_already(target, monkeypatch):
     graphs = make_graphs(target, FakeCapturer())
-    drafted = DraftedIds(torch.tensor([[71, 72], [73, 0]]), None, [0, 1, 2], [1, 2, 4])
-    inputs = round_of([3, 2], [3, 4], 0)._replace(drafted=drafted)
+    drafted, moves = DraftedIds(torch.tensor([[71, 72], [73, 0]]), None), ([0, 1, 2], [1, 2, 4])
+    inputs = round_of([3, 2], [3, 4], 0)._replace(drafted=drafted, moves=moves)
     assert graphs.columns(inputs) is None  # without a graph
     expected = graphs.run(inputs, ()).logits.clone()
     graphs.run(round_of([3, 2], [3, 4], 1), ())

@@ -23,7 +23,7 @@ from draftsmith.serve.engine.proposal import (
     checked,
 )
 from draftsmith.serve.engine.round import PassOutput
-from draftsmith.serve.engine.runner import drafted_ids, pack
+from draftsmith.serve.engine.runner import moves_of, pack
 from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.engine.verify import collapse_to_chain, move_kept, tried
 from draftsmith.serve.requests.request import Request
@@ -78,7 +78,7 @@ def test_trees_of_a_device_are_laid_out_as_those_of_the_host(
     rows = rows_of(forest, count=count)
     packed = pack(rows, [width] * len(rows))
     positions = torch.tensor(packed.positions)
-    moves = drafted_ids(rows, [width] * len(rows), packed.begins, tree.tokens)[2:]
+    moves = moves_of(rows, [width] * len(rows), packed.begins, width)
     found = NodeLayout.of(tree).lay_out(positions, *sent(CPU, *moves))
     laid = tree_pass(
         [TreeSpan(row.begin, row.count, own) for row, own in zip(rows, forest, strict=True)], CPU
