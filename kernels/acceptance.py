@@ -183,10 +183,14 @@ class AcceptanceCounts:
     committed: dict[int, int] = field(default_factory=dict)
 
     def add(
-        self, offered: Sequence[int], accepted: Sequence[int], committed: Sequence[int]
+        self,
+        offered: Sequence[int],
+        accepted: Sequence[int],
+        committed: Sequence[int],
+        times: int = 1,
     ) -> None:
-        """One entry per round: tokens offered, tokens kept, tokens committed after stop and EOS
-        trimming."""
+        """One entry per round, or for so many `times` alike: tokens offered, tokens kept, tokens
+        committed after stop and EOS trimming."""
         for num_offered, num_accepted, num_committed in zip(
             offered, accepted, committed, strict=True
         ):
@@ -197,9 +201,10 @@ class AcceptanceCounts:
             if num_offered > len(self.offered):
                 self._reserve(num_offered)
             for position in range(min(num_offered, num_accepted + 1)):
-                self.offered[position] += 1
-                self.accepted[position] += position < num_accepted
-            self.committed[num_committed] = self.committed.get(num_committed, 0) + 1
+                self.offered[position] += times
+            for position in range(num_accepted):
+                self.accepted[position] += times
+            self.committed[num_committed] = self.committed.get(num_committed, 0) + times
 
     def merge(self, other: AcceptanceCounts) -> None:
         self._reserve(len(other.offered))

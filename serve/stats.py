@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
-from draftsmith.kernels.acceptance import AcceptanceCounts, bucket_of
+from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.serve.requests.request import LIVE
 
 # counted apart, with all that draft now; a server that learns for months sees thousands
@@ -96,24 +96,29 @@ class EngineStats:
         self.phases = {name: Phase(self.time_s, name) for name in PHASES}
 
     def count_round(
-        self, offered: int, accepted: int, committed: int, *, version: str | None, context: int = 0
+        self,
+        offered: int,
+        accepted: int,
+        committed: int,
+        *,
+        version: str | None,
+        bucket: int = 0,
+        times: int = 1,
     ) -> None:
-        """Count one request's share of a round that offered at least one drafted token; `version`
-        is that of the draft, None where text drafted in its place; `context` is the number of
-        tokens before the round."""
+        """Count requests' shares of a round, `times` alike, that offered at least one drafted
+        token; `version` is that of the draft, None where text drafted in its place; `bucket` is of
+        the tokens before the round."""
         kept = min(accepted, committed)
-        self.num_drafts += 1
-        self.num_draft_tokens += offered
-        self.num_accepted_tokens += kept
+        self.num_drafts += times
+        self.num_draft_tokens += times * offered
+        self.num_accepted_tokens += times * kept
         for position in range(offered):
-            self.offered[position] += 1
+            self.offered[position] += times
         for position in range(kept):
-            self.accepted[position] += 1
-        self.acceptance.add([offered], [accepted], [committed])
-        self._of_version(TEXT if version is None else version).add(
-            [offered], [accepted], [committed]
-        )
-        self._of_context(bucket_of(context)).add([offered], [accepted], [committed])
+            self.accepted[position] += times
+        by_version = self._of_version(TEXT if version is None else version)
+        for counts in (self.acceptance, by_version, self._of_context(bucket)):
+            counts.add([offered], [accepted], [committed], times)
 
     def count_swap(self, draft: str, version: str, pause_s: float) -> None:
         self.draft_versions = {**self.draft_versions, draft: version}

@@ -78,7 +78,12 @@ def _few_keys(seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tens
 
 
 def _few_key(seed: int, position: int, purpose: int) -> int:
-    return signed(_mix(_mix(seed + GOLDEN) + (position * NUM_PURPOSES + purpose) * GOLDEN))
+    return signed(_mix(_of_seed(seed) + (position * NUM_PURPOSES + purpose) * GOLDEN))
+
+
+@lru_cache(maxsize=1024)
+def _of_seed(seed: int) -> int:
+    return _mix(seed + GOLDEN)
 
 
 def uniform(

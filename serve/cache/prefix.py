@@ -107,17 +107,17 @@ class PrefixCache:
 
     def store(self, request: Request) -> None:
         """After a round: the request's full blocks may be found by others from now on."""
-        size = self.blocks.block_size
-        num_full = min(request.cache.computed, request.num_tokens - self.ahead) // size
+        size, cache = self.blocks.block_size, request.cache
+        num_full = min(cache.computed, len(request.tokens) - self.ahead) // size
         num_ready = min(num_full, request.draft.cached // size)
+        if num_full <= cache.num_stored and num_ready <= cache.num_ready:
+            return
         # Those that were stored before the draft had read them are stored again when it has.
-        again = range(request.cache.num_ready, min(num_ready, request.cache.num_stored))
-        for index in (*again, *range(request.cache.num_stored, num_full)):
+        again = range(cache.num_ready, min(num_ready, cache.num_stored))
+        for index in (*again, *range(cache.num_stored, num_full)):
             self._store(request, index, index < num_ready)
-        request.cache.num_stored, request.cache.num_ready = (
-            max(request.cache.num_stored, num_full),
-            max(request.cache.num_ready, num_ready),
-        )
+        cache.num_stored = max(cache.num_stored, num_full)
+        cache.num_ready = max(cache.num_ready, num_ready)
 
     def _store(self, request: Request, index: int, ready: bool) -> None:
         key, block = self._key(request, index), request.blocks[index]

@@ -153,7 +153,7 @@ def draft_temperatures(params: Sequence[SamplingParams], *, greedy: bool) -> lis
     Args:
         greedy: drafts are the draft's likeliest tokens where a request does not name a temperature.
     """
-    if not greedy and all(each.draft_temperature is None for each in params):
+    if not greedy and {each.draft_temperature for each in params} <= {None}:
         return None
     return [draft_temperature(each, greedy=greedy) for each in params]
 

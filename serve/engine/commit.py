@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.acceptance import bucket_of
 from draftsmith.kernels.dispatch import pins
 from draftsmith.serve.control.control import RoundResult, RowResult
 from draftsmith.serve.drafts.draft_set import DraftSet
@@ -54,10 +56,12 @@ class Committer:
         self.scheduler, self.drafts, self.proposer = scheduler, drafts, proposer
         self.outputs, self.recorder, self.stats = outputs, recorder, drafts.stats
         self.eos_token_ids, self.most_kept = target.eos_token_ids, most_kept
-        self.state_layers = target.state_layers  # whose states are kept from round to round
+        self.state_layers = target.state_layers or None  # whose states are kept between rounds
         # The next pass runs while the host goes on, so that updates wait until it is launched.
         self.overlaps = pins(target.device)
         self._shared: SharedTaps | None = None  # those of the latest rounds
+        # Of rows: tokens offered, kept and committed, version that drafted them, and tokens before.
+        self._uncounted: list[tuple[Request, int, int, int, str | None, int]] = []
 
     def commit(self, round: Round) -> None:
         now_s = time.monotonic()
@@ -100,22 +104,26 @@ class Committer:
         now_s: float,
     ) -> None:
         request = row.row.request
-        if request.wants_prompt_logprobs:
+        if request.params.prompt_logprobs is not None:
             add_prompt_logprobs(row.row, row.prompt_logits)
         self._advance(round, row)
         if not row.row.samples:
             self._store_prefix(request)
             return
-        kept = check_stop(request, row.emitted, self.eos_token_ids)
+        kept, before = check_stop(request, row.emitted, self.eos_token_ids), len(request.tokens)
         self._extend(request, kept.committed, now_s)
         self._store_prefix(request)
-        version = self._draft_version(round, row)
-        self._count(round, row, len(kept.committed), version)
+        offered, version = 0, None
+        if round.proposal is not None:
+            offered, version = round.drafted.offered(row.index), self._draft_version(round, row)
+        count = len(kept.committed)
+        self._uncounted.append((request, offered, row.accepted, count, version, before))
         if kept.finish_reason is FinishReason.ERROR:
             finite = not bool(row.logits[row.accepted].isnan().any())
             request.error = error_message(request, logits_finite=finite)
         elif (
-            version is not None
+            self.recorder.sink is not None
+            and version is not None
             and row.drafted
             and kept.committed
             and self.recorder.records(request)
@@ -137,7 +145,7 @@ class Committer:
         count = row.row.count + row.accepted
         again = request.cache.state.behind  # read a second time, their taps were kept before
         request.cache.computed = row.row.begin + count
-        if self.state_layers:
+        if self.state_layers is not None:
             state_read(self.state_layers, row.row, row.size).verified(row.accepted)
         if request.k > 0 and round.output.taps is not None:
             begin = round.output.begins[row.index] + again
@@ -146,24 +154,22 @@ class Committer:
             if request.recording.tap_log is not None:
                 states = round.output.taps[begin : begin + count - again]
                 self.recorder.keep_taps(request, row.row.begin + again, states)
-        if round.drafted.is_read(row.index):
+        if round.proposal is not None and round.drafted.is_read(row.index):
             self.proposer.advance(row.row, len(row.drafted), row.accepted)
-        missing = request.cache.computed - max(
-            request.draft.cached, request.num_prompt, request.cache.num_forgotten
-        )
-        if request.draft.taps and missing > self.most_kept:
-            # Its draft was away for so long that keeping what it would have to read costs more than
-            # it may bring.
-            request.draft.lost_taps = True
-            request.draft.taps.clear()
+        draft = request.draft
+        if draft.taps:
+            begin = max(draft.cached, request.num_prompt, request.cache.num_forgotten)
+            if request.cache.computed - begin > self.most_kept:
+                # Its draft was away for so long that keeping what it would have to read costs more
+                # than it may bring.
+                draft.lost_taps = True
+                draft.taps.clear()
 
     def _extend(self, request: Request, committed: list[int], now_s: float) -> None:
         if request.times.first_token_s is None:
             request.times.first_token_s = now_s
         request.times.last_token_s = now_s
         request.tokens += committed
-        self.stats.num_generation_tokens += len(committed)
-        self.stats.num_seeded_tokens += len(committed) * request.repeatable
 
     def _store_prefix(self, request: Request) -> None:
         if self.scheduler.prefix is not None:
@@ -175,14 +181,20 @@ class Committer:
             return None
         return self.stats.draft_versions[row.row.request.route.draft]
 
-    def _count(self, round: Round, row: RowOutput, committed: int, version: str | None) -> None:
-        offered = round.drafted.offered(row.index)
-        request = row.row.request
-        request.speculation.add(offered, row.accepted, committed, own=version is not None)
-        if offered > 0:
-            context = request.num_tokens - committed
-            self.stats.count_round(
-                offered, row.accepted, committed, version=version, context=context
+    def _count(self) -> None:
+        """Count the rows that were committed, those that are alike at once."""
+        stats, alike = self.stats, Counter[tuple[int, int, int, str | None, int]]()
+        for request, offered, accepted, committed, version, before in self._uncounted:
+            request.speculation.add(offered, accepted, committed, own=version is not None)
+            stats.num_generation_tokens += committed
+            if request.repeatable:
+                stats.num_seeded_tokens += committed
+            if offered > 0:
+                alike[offered, accepted, committed, version, bucket_of(before)] += 1
+        self._uncounted.clear()
+        for (offered, accepted, committed, version, bucket), times in alike.items():
+            stats.count_round(
+                offered, accepted, committed, version=version, bucket=bucket, times=times
             )
 
     def cancel(self, request: Request, reason: FinishReason) -> None:
@@ -194,9 +206,15 @@ class Committer:
             self.outputs.add(request, StopCheck([], reason), no_logprobs)
             self.emit()
 
+    def flush(self) -> None:
+        """Count what is committed and give updates, which can change no schedule, so that it may be
+        done while the next pass runs."""
+        self._count()
+        self.outputs.flush()
+
     def emit(self) -> None:
         """Give all updates to their readers, and records to the sink."""
-        self.outputs.flush()
+        self.flush()
         self.recorder.put_late()
         self._end_failed()
 
@@ -220,6 +238,7 @@ class Committer:
         self.outputs.add(request, StopCheck([], FinishReason.ERROR), no_logprobs)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
+        self._count()  # which what is told of a finished request reads
         request.finish_reason = reason
         request.times.finished_s = time.monotonic()
         request.draft.taps.clear()
@@ -239,7 +258,11 @@ def round_result(round: Round, accepted: Sequence[int | None], seconds: float) -
     num_tokens = sum(row.count for row in round.rows)
     # Tokens that a drafter could not offer count as not kept: the round was planned with them.
     offers = [
-        RowResult(row.request.acceptance_class, row.k, None if count is None else min(count, row.k))
+        RowResult(
+            row.request.options.acceptance_class,
+            row.k,
+            None if count is None else min(count, row.k),
+        )
         for index, (row, count) in enumerate(zip(drafting, accepted, strict=True))
         if not round.drafted.sources or round.drafted.sources[index] is not DraftSource.NONE
     ]

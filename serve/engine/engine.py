@@ -274,7 +274,7 @@ class EngineCore:
             )
         if self.committer.overlaps:
             with self.stats.phases["host"]:
-                self.outputs.flush()  # of the round before, while the device works
+                self.committer.flush()  # of the round before, while the device works
 
     def _taps(self, round: Round) -> tuple[int, ...]:
         """Taps that the pass has to join; none where its rows may join them."""

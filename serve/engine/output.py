@@ -79,28 +79,25 @@ def error_message(request: Request, *, logits_finite: bool) -> str:
     return ""
 
 
-class _Trimmed(NamedTuple):
-    committed: list[int]
-    reason: FinishReason | None
-    num_hidden: int  # tokens at the end (an end-of-sequence token) without text
-
-
-def _trim(request: Request, emitted: list[int], eos_token_ids: Collection[int]) -> _Trimmed:
+def _trim(
+    request: Request, emitted: list[int], eos_token_ids: Collection[int]
+) -> tuple[list[int], FinishReason | None, int]:
+    """(committed tokens, why they end the request, how many at the end are without text)."""
     params, remaining = request.params, request.remaining
     eos = () if params.ignore_eos else eos_token_ids
     for count, token in enumerate(emitted[:remaining], 1):
         if token in eos:
             hidden = 0 if params.include_stop_str_in_output else 1
-            return _Trimmed(emitted[:count], FinishReason.STOP, hidden)
+            return emitted[:count], FinishReason.STOP, hidden
         if token in params.stop_token_ids:
-            return _Trimmed(emitted[:count], FinishReason.STOP, 0)
+            return emitted[:count], FinishReason.STOP, 0
     if not eos and request.sampling_state is not None:
         ended = _grammar_end(request.sampling_state, emitted[:remaining])
         if ended is not None:
-            return _Trimmed(emitted[:ended], FinishReason.STOP, 0)
+            return emitted[:ended], FinishReason.STOP, 0
     if len(emitted) >= remaining:
-        return _Trimmed(emitted[:remaining], FinishReason.LENGTH, 0)
-    return _Trimmed(emitted, None, 0)
+        return emitted[:remaining], FinishReason.LENGTH, 0
+    return emitted, None, 0
 
 
 def _grammar_end(state: SamplingState, emitted: list[int]) -> int | None:

@@ -33,7 +33,7 @@ class DraftSource(enum.Enum):
     NONE = enum.auto()
 
 
-class DraftCheck(enum.Enum):
+class DraftCheck(enum.IntEnum):
     """Kinds of a row's drafted tokens."""
 
     SOUND = enum.auto()
@@ -115,8 +115,9 @@ class Drafted(NamedTuple):
         chains = [row[2 : 2 + row[1]] for row in report]
         given = proposal.sources, proposal.drawn
         if nodes is None:
+            sound = DraftCheck.SOUND
             checks = [
-                _check_of_chain(row, most, vocab_size)
+                sound if row[0] == row[1] else _check_of_chain(row, most, vocab_size)
                 for row, most in zip(report, allowed, strict=True)
             ]
             return cls(chains, *given, checks, list(map(len, chains)), proposal.logits)
@@ -148,9 +149,8 @@ NOTHING_DRAFTED = Drafted([], [], [], [], [], None)
 
 
 def _check_of_chain(row: list[int], allowed: int, vocab_size: int) -> DraftCheck:
+    """Of one that is not sound."""
     offered, usable, *tokens = row
-    if usable == offered:
-        return DraftCheck.SOUND
     asked_for = 0 <= offered <= allowed and 0 <= tokens[usable] < vocab_size
     return DraftCheck.NO_MASS if asked_for else DraftCheck.MALFORMED
 

@@ -42,7 +42,7 @@ from draftsmith.serve.engine.proposal import (
 )
 from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.kept_taps import drop_taps
-from draftsmith.serve.requests.request import Request, shown
+from draftsmith.serve.requests.request import LIVE, Request, shown
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +199,9 @@ class Proposer:
         """Move the end of the request's draft cache after a round. Taps of the round are in
         already."""
         last = row.begin + row.count - 1
-        drop_taps(row.request, self.drafts.live.drafter.cached_after(last, drafted, accepted))
+        drop_taps(
+            row.request, self.drafts.served[LIVE].drafter.cached_after(last, drafted, accepted)
+        )
 
     def finished(self, request: Request) -> None:
         """Hand a finished text to the drafters that remember texts. A request that asked to be kept
@@ -228,16 +230,17 @@ class Proposer:
             request_ids.append(request.id)
             shares.append(not request.repeatable)
             for tap in request.draft.taps:
-                taps.append(tap[:])
+                taps.append(tap if isinstance(tap, torch.Tensor) else tap[:])
         states = None
         if self.taps:
             states = taps[0] if len(taps) == 1 else torch.cat(taps)
+        host = sent(torch.device("cpu"), starts, lengths, budgets)
         return DraftInputs(
             tokens=asked.upload.of(tokens)[0],
-            starts=torch.tensor(starts),
-            lengths=torch.tensor(lengths),
+            starts=host[0],
+            lengths=host[1],
             taps=states,
-            num_draft=torch.tensor(budgets),
+            num_draft=host[2],
             sampling=asked.sampling,
             seeds=asked.seeds,
             pool=self.pool,

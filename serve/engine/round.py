@@ -201,26 +201,21 @@ class Round:
         ]
 
     def row_outputs(self) -> Iterator[RowOutput]:
-        begin = prompt_begin = 0
-        wants_prompts = self.output.prompt_logits.shape[0] > 0
+        begin, own_prompt, output = 0, slice(0, 0), self.output
+        wants_prompts = output.prompt_logits.shape[0] > 0
         for index, (row, size, drafted) in enumerate(
             zip(self.rows, self.sizes, self.chains, strict=True)
         ):
-            emitted = self.verified.emitted[index] if row.samples else []
-            end = begin + (len(drafted) + 1 if row.samples else 0)
-            prompt_end = prompt_begin + (len(prompt_positions(row)) if wants_prompts else 0)
-            yield RowOutput(
-                row,
-                index,
-                size,
-                drafted,
-                emitted,
-                max(len(emitted) - 1, 0),
-                self.output,
-                slice(begin, end),
-                slice(prompt_begin, prompt_end),
-            )
-            begin, prompt_begin = end, prompt_end
+            emitted: list[int] = []
+            end, accepted = begin, 0
+            if row.samples:
+                emitted = self.verified.emitted[index]
+                end, accepted = begin + len(drafted) + 1, len(emitted) - 1
+            if wants_prompts:
+                own_prompt = slice(own_prompt.stop, own_prompt.stop + len(prompt_positions(row)))
+            own = slice(begin, end)
+            yield RowOutput(row, index, size, drafted, emitted, accepted, output, own, own_prompt)
+            begin = end
 
 
 def reads_alone(rows: Sequence[ScheduledRow]) -> bool:
@@ -231,15 +226,16 @@ def reads_alone(rows: Sequence[ScheduledRow]) -> bool:
 
 def leave_out(round: Round) -> None:
     """Leave out the logits of what turned out not to be usable."""
+    if sum(map(len, round.drafted.chains)) == sum(round.sizes):
+        return
     wanted: list[int] = []
     begin = 0
     for row, size, chain in zip(round.rows, round.sizes, round.chains, strict=True):
         if row.samples:
             wanted += range(begin, begin + len(chain) + 1)
             begin += size + 1
-    if len(wanted) < begin:
-        logits = round.output.logits
-        round.output = round.output._replace(logits=logits[sent(logits.device, wanted)[0]])
+    logits = round.output.logits
+    round.output = round.output._replace(logits=logits[sent(logits.device, wanted)[0]])
 
 
 def prompt_positions(row: ScheduledRow) -> range:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from draftsmith.serve.stats import EngineStats
 
 PREFILL_TOKENS_PER_DECODE = 8  # prefill tokens that cost about as much as one decoded token
-_CLASS = attrgetter("acceptance_class")
+_CLASS = attrgetter("options.acceptance_class")
 
 
 class QueueFull(UserError):
@@ -142,7 +142,9 @@ class Scheduler:
                 behind.append(request)
                 k = 0
             num_tokens = len(request.tokens)
-            if request not in self.running or not self._reserve(request, num_tokens + k, schedule):
+            if schedule.preempted and request in schedule.preempted:
+                continue
+            if not self._reserve(request, num_tokens + k, schedule):
                 continue
             begin = request.cache.begin
             row = ScheduledRow(request, begin, num_tokens - begin, k)
@@ -178,13 +180,20 @@ class Scheduler:
         # The bonus token comes on top of the drafted ones, so the last token is never worth
         # drafting.
         budgets = [
-            RowBudget(request.acceptance_class, self._most_drafted(request) if request.k else 0)
+            RowBudget(
+                request.options.acceptance_class, self._most_drafted(request) if request.k else 0
+            )
             for request in deciding
         ]
         return self.control.choose(budgets, num_tokens)
 
     def _most_drafted(self, request: Request) -> int:
-        most = _most_drafted(request)
+        remaining = request.remaining
+        # A token that is read costs a fraction of one that is written, but there must be enough to
+        # write to win it back.
+        if request.draft.lost_taps and PREFILL_TOKENS_PER_DECODE * remaining < request.num_tokens:
+            return 0
+        most = min(request.k, remaining - 1)
         if self.draft_positions is None:
             return most
         return max(0, min(most, self.draft_positions - len(request.tokens)))
@@ -205,6 +214,8 @@ class Scheduler:
     def _reserve(self, request: Request, num_tokens: int, schedule: Schedule) -> bool:
         """Blocks for `num_tokens`, taken from later arrivals if need be; False when it had to make
         room itself."""
+        if num_tokens <= len(request.blocks) * self.blocks.block_size:
+            return True
         while not self.blocks.grow(request.blocks, num_tokens):
             victim = self.running[-1]
             self.preempt(victim)
@@ -269,17 +280,6 @@ class Scheduler:
         return True
 
 
-def _most_drafted(request: Request) -> int:
-    # A token that is read costs a fraction of one that is written, but there must be enough to
-    # write to win it back.
-    if (
-        request.draft.lost_taps
-        and PREFILL_TOKENS_PER_DECODE * request.remaining < request.num_tokens
-    ):
-        return 0
-    return min(request.k, request.remaining - 1)
-
-
 def _end(request: Request) -> int:
     """Up to where a prompt is fed. A preempted request refills up to its newest token alone, which
     an ordinary round then takes. Were its successor decided while it is fed, without drafts, the
@@ -288,7 +288,7 @@ def _end(request: Request) -> int:
     return request.num_tokens if request.num_output == 0 else request.num_tokens - 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class ScheduledRow:
     """One request's share of a target pass: `count` known tokens from position `begin`, then `k`
     drafted ones."""
@@ -296,12 +296,13 @@ class ScheduledRow:
     request: Request
     begin: int
     count: int
-    k: int = 0
+    k: int
     # True when the pass reaches the newest token, so that its successor can be decided.
-    samples: bool = field(init=False)
+    samples: bool
 
-    def __post_init__(self) -> None:
-        self.samples = self.begin + self.count == len(self.request.tokens)
+    def __init__(self, request: Request, begin: int, count: int, k: int = 0):
+        self.request, self.begin, self.count, self.k = request, begin, count, k
+        self.samples = begin + count == len(request.tokens)
 
 
 @dataclass(slots=True)

@@ -116,7 +116,7 @@ class ServerMetrics:
         self._observe("vllm:inter_token_latency_seconds", seconds)
 
     def _count_class(self, request: Request) -> None:
-        label = self._class_label(request.acceptance_class)
+        label = self._class_label(request.options.acceptance_class)
         stats = request.speculation
         for name, value in (
             ("draftsmith_class_requests", 1),

@@ -7,6 +7,7 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -130,6 +131,14 @@ class RequestOptions:
     # id that a client has of the request, and of others that belong to the same answer
     answer: str | None = None
 
+    @cached_property
+    def acceptance_class(self) -> str:
+        """Class that its acceptance is counted by. An adapter has another distribution than the
+        base, so it has classes of its own."""
+        if not self.adapter:
+            return self.request_class
+        return "/".join(filter(None, (f"lora:{self.adapter}", self.request_class)))
+
 
 DEFAULT_OPTIONS = RequestOptions()
 
@@ -238,15 +247,6 @@ class Request:
     recording: RecordingState = field(default_factory=RecordingState)
     num_preemptions: int = 0
     times: RequestTimes = field(default_factory=RequestTimes)
-
-    @property
-    def acceptance_class(self) -> str:
-        """Class that its acceptance is counted by. An adapter has another distribution than the
-        base, so it has classes of its own."""
-        options = self.options
-        if not options.adapter:
-            return options.request_class
-        return "/".join(filter(None, (f"lora:{options.adapter}", options.request_class)))
 
     @property
     def repeatable(self) -> bool:

@@ -124,7 +124,11 @@ def test_learning_has_the_base_alone_and_acceptance_is_counted_by_adapter(adapte
     engine = build_engine(target, drafter, CONFIG, adapters=adapters, sink=Records())
     requests = answers(engine, ["", "sql", "prose"])
     engine.outputs.flush()
-    assert [request.acceptance_class for request in requests] == ["", "lora:sql", "lora:prose"]
+    assert [request.options.acceptance_class for request in requests] == [
+        "",
+        "lora:sql",
+        "lora:prose",
+    ]
     assert [request.recording.num_records > 0 for request in requests] == [True, False, False]
 
 

@@ -24,17 +24,16 @@ def play(
     engine.committer.overlaps = overlaps
     told: dict[str, list[Update]] = {}
     requests = []
+
+    def note(request: Request, update: Update) -> None:
+        told.setdefault(request.id, []).append(update)
+        assert request.speculation.num_committed == request.num_output  # counted before
+
     for index, prompt in enumerate(PROMPTS):
         params = SamplingParams(
             temperature=1.0, seed=index, max_tokens=9, ignore_eos=True, stop=stop, logprobs=1
         )
-        requests.append(
-            engine.submit(
-                prompt,
-                params,
-                lambda request, update: told.setdefault(request.id, []).append(update),
-            )
-        )
+        requests.append(engine.submit(prompt, params, note))
     for number in range(100):
         if number == cancel_after:
             engine.cancel(requests[2])
@@ -46,7 +45,12 @@ def play(
         assert request.text == "".join(update.text for update in updates)
         assert request.output == [token for update in updates for token in update.tokens]
         assert [update.finish_reason for update in updates[:-1]] == [None] * (len(updates) - 1)
-    return [(told[request.id], request.text, request.finish_reason) for request in requests]
+    stats = engine.stats
+    assert stats.num_generation_tokens == sum(request.num_output for request in requests)
+    counts = (stats.acceptance, stats.by_context, stats.offered, stats.num_accepted_tokens)
+    return [
+        (told[one.id], one.text, one.finish_reason, one.speculation, counts) for one in requests
+    ]
 
 
 @pytest.mark.parametrize("stop", [(), ("e",)])
@@ -59,7 +63,7 @@ def test_what_is_told_does_not_depend_on_when(
         for overlaps in (False, True)
     )
     assert at_once == later
-    reasons = [reason for _, _, reason in later]
+    reasons = [one[2] for one in later]
     # The stop string ends the third request before it would be cancelled.
     assert (
         FinishReason.STOP in reasons

@@ -15,7 +15,7 @@ import pytest
 
 from draftsmith.drafters.pool import DraftPool, write_pool
 from draftsmith.drafters.versions import publish, read_decisions, record_decision, rollback
-from draftsmith.kernels.acceptance import AcceptanceCounts
+from draftsmith.kernels.acceptance import AcceptanceCounts, bucket_of
 from draftsmith.serve.metrics.dashboard import (
     DECISIONS_SHOWN,
     POINTS,
@@ -115,7 +115,7 @@ def test_classes_and_contexts_have_their_own_rates(engine: Any) -> None:
     row = ["1", "2.00", "1.00 0.00"]
     assert cells(found, "Classes of requests") == [["(no class)", *row], ["code", *row]]
     for context in (10, 3000):
-        engine.stats.count_round(2, 1, 2, version="1", context=context)
+        engine.stats.count_round(2, 1, 2, version="1", bucket=bucket_of(context))
     found = Source(History(engine), {}, "m").read()
     contexts = cells(found, "Tokens before the round")
     assert [one[0] for one in contexts] == ["0-256", "2k-4k"]

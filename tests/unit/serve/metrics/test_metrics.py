@@ -42,6 +42,17 @@ def test_both_lines_in_the_words_of_vllm() -> None:
     )
 
 
+def test_rounds_that_are_alike_are_counted_at_once_as_they_are_one_by_one() -> None:
+    at_once, singly = EngineStats(), EngineStats()
+    for shares, version, bucket, times in (
+        ((3, 2, 3), "1", 0, 4), ((3, 3, 1), "1", 2, 2), ((1, 0, 1), None, 0, 3),
+    ):  # fmt: skip
+        at_once.count_round(*shares, version=version, bucket=bucket, times=times)
+        for _ in range(times):
+            singly.count_round(*shares, version=version, bucket=bucket)
+    assert at_once == singly and at_once.num_drafts == 9
+
+
 def test_no_line_about_drafts_where_there_were_none() -> None:
     stats = EngineStats()
     before = StatsReading.of(stats)
