@@ -27,7 +27,7 @@ from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import Round, RowOutput
 from draftsmith.serve.engine.runner import state_read
-from draftsmith.serve.engine.scheduler import Scheduler
+from draftsmith.serve.engine.scheduler import ScheduledRow, Scheduler
 from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps, reads_taps
 from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.state import is_own
@@ -67,6 +67,8 @@ class Committer:
         now_s = time.monotonic()
         self._share_taps(round)
         for row in round.row_outputs():
+            if round.is_ahead and _left(row.row):
+                continue
             try:
                 self._commit_row(round, row, now_s)
             except Exception as error:
@@ -249,6 +251,11 @@ class Committer:
         self.drafts.finished(request)
         self.stats.finished[reason.value] += 1
         self.stats.num_seeded_requests += request.repeatable
+
+
+def _left(row: ScheduledRow) -> bool:
+    """True where the request has ended or was preempted since its row was launched ahead."""
+    return row.request.finished or row.request.cache.computed != row.begin
 
 
 def round_result(round: Round, accepted: Sequence[int | None], seconds: float) -> RoundResult:

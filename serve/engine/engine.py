@@ -17,7 +17,7 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.cuda_graphs import CountedCapturer
-from draftsmith.kernels.dispatch import Upload, reads_freely
+from draftsmith.kernels.dispatch import Reading, Upload, reads_freely
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import MAX_K, draft_temperatures
 from draftsmith.serve.drafts.draft_set import DraftSet
@@ -33,7 +33,7 @@ from draftsmith.serve.engine.round import (
     reads_alone,
 )
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
-from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow, Scheduler
+from draftsmith.serve.engine.scheduler import Schedule, Scheduler
 from draftsmith.serve.engine.verify import (
     Rule,
     adjusted,
@@ -79,6 +79,8 @@ class EngineCore:
     outputs: OutputQueue
     committer: Committer
     draft_graphs: CountedCapturer | None = None  # what captures the drafts' steps
+    # launched already, its rows' newest tokens still on the device when it was
+    _ahead: Round | None = field(default=None, init=False, repr=False)
     # Entered every round, as making one takes five calls.
     _without_grad: AbstractContextManager[Any] = field(
         default_factory=torch.inference_mode, init=False, repr=False
@@ -199,51 +201,83 @@ class EngineCore:
                 yield ended.popleft()
 
     def step(self) -> bool:
-        """Run one round for every request that can take part; False when there is none."""
+        """Run one round for every request that can take part; False when there is none. On a GPU
+        the round after is launched before this one's tokens are read, where it needs them there
+        alone: an end is noticed a round late, and what that round made of the request is left."""
         with self._without_grad:
-            if self.drafts.swaps:
-                self._apply_swaps()
-            round = self._schedule()
+            round, self._ahead = self._ahead or self._launched(), None
             if round is None:
                 return False
-            self._propose(round)
-            self._run(round)
+            self._ahead = self._launched_after(round)
+            if self.committer.overlaps:
+                with self.stats.phases["host"]:
+                    self.committer.flush()  # of the round before, while the device works
             self._verify(round)
             self._commit(round)
             self._observe(round)
+            if not self.scheduler.running:
+                self._ahead = None
             return True
+
+    def _launched(self) -> Round | None:
+        """The next round; None when no request can take part."""
+        if self.drafts.swaps:
+            self._apply_swaps()
+        begun_s = time.perf_counter()
+        with self.stats.phases["host"]:
+            schedule = self.scheduler.schedule()
+            if not schedule.rows:
+                self.committer.emit()
+                return None
+            self.scheduler.note_admissions(schedule.rows, self.stats)
+        round = self._round(schedule, begun_s)
+        self._propose(round)
+        self._run(round)
+        self._judge(round)
+        return round
+
+    def _launched_after(self, round: Round) -> Round | None:
+        """The round after one that drafts nothing and of which the host has only tokens to read."""
+        if (
+            not self.committer.overlaps
+            or round.verdict is None
+            or round.sampling.adjust is not None
+            or self.runner.states is not None
+            or self.drafts.swaps
+        ):
+            return None
+        schedule = self.scheduler.after(round.schedule)
+        if schedule is None:
+            return None
+        round.arriving = Reading(round.verdict)
+        after = self._round(schedule, time.perf_counter())
+        after.is_ahead = True
+        # -1 where logits are not finite, which ends the request.
+        self._run(after, newest=round.verdict[:, 1:2].clamp(min=0))
+        self._judge(after)
+        return after
 
     def _apply_swaps(self) -> None:
         if self.drafts.apply_swaps():
             self.scheduler.control.new_draft()
 
-    def _schedule(self) -> Round | None:
-        """Rows of the next round; None when no request can take part."""
-        begun_s = time.perf_counter()
+    def _round(self, schedule: Schedule, begun_s: float) -> Round:
+        """A round, whose numbers are on their way to its device."""
         with self.stats.phases["host"]:
-            schedule = self.scheduler.schedule()
             rows = schedule.rows
-            if not rows:
-                self.committer.emit()
-                return None
-            self.scheduler.note_admissions(rows, self.stats)
             sampling = RowSampling(schedule.drafting + schedule.sampling, self.tables.device)
             tables = self.tables.of([row.request for row in rows])
             upload = Upload(sampling.device)
             if not reads_freely(sampling.device):
-                groups, drafting = self._expected(schedule, rows, tables), len(schedule.drafting)
-                tables, upload = sampling.send(tables, *groups, num_drafting=drafting)
+                # What drafting and the target pass will ask for, each group at once.
+                drafting = [(tokens,) for tokens in tokens_by_draft(schedule.drafting)]
+                groups = (*drafting, self.runner.expected(rows, tables))
+                num_drafting = len(schedule.drafting)
+                tables, upload = sampling.send(tables, *groups, num_drafting=num_drafting)
             num_catch_up = 0
             for row in schedule.drafting:
                 num_catch_up += len(row.request.tokens) - row.request.draft.cached
             return Round(schedule, rows, tables, sampling, num_catch_up, begun_s, upload)
-
-    def _expected(
-        self, schedule: Schedule, rows: Sequence[ScheduledRow], tables: torch.Tensor
-    ) -> list[tuple[list[int], ...]]:
-        """Columns that drafting and the target pass will ask for, each group at once."""
-        drafting = [(tokens,) for tokens in tokens_by_draft(schedule.drafting)]
-        return [*drafting, self.runner.expected(rows, tables)]
 
     def _propose(self, round: Round) -> None:
         rows, plan, sampling = round.schedule.drafting, round.schedule.plan, round.sampling
@@ -266,15 +300,12 @@ class EngineCore:
             )
             round.reading = drafted_early(round.proposal, sampling)
 
-    def _run(self, round: Round) -> None:
+    def _run(self, round: Round, newest: torch.Tensor | None = None) -> None:
         with self.stats.phases["verify"]:
             taps = self._taps(round)
             round.output = self.runner.run(
-                round.rows, round.proposal, round.tables, taps, round.upload
+                round.rows, round.proposal, round.tables, taps, round.upload, newest
             )
-        if self.committer.overlaps:
-            with self.stats.phases["host"]:
-                self.committer.flush()  # of the round before, while the device works
 
     def _taps(self, round: Round) -> tuple[int, ...]:
         """Taps that the pass has to join; none where its rows may join them."""
@@ -290,14 +321,21 @@ class EngineCore:
             return ()
         return taps
 
+    def _judge(self, round: Round) -> None:
+        if round.schedule.num_deciding:
+            with self.stats.phases["sample"]:
+                proposal, sampling = round.proposal, round.sampling
+                logits = adjusted(round.output.logits, proposal, sampling, round.reading)
+                round.verdict = self.rule(logits, proposal, sampling)
+
     def _verify(self, round: Round) -> None:
-        if not round.schedule.num_deciding:
+        if round.verdict is None:
             round.verified = VerifyOutput([], [])
             return
         with self.stats.phases["sample"]:
-            proposal, sampling = round.proposal, round.sampling
-            logits = adjusted(round.output.logits, proposal, sampling, round.reading)
-            round.verified, report = read(self.rule(logits, proposal, sampling), proposal)
+            proposal, arriving = round.proposal, round.arriving
+            verdict = round.verdict if arriving is None else arriving.wait()
+            round.verified, report = read(verdict, proposal)
             if proposal is not None:
                 round.drafted = self.proposer.read(proposal, report, round.schedule.drafting)
                 leave_out(round)

@@ -40,7 +40,7 @@ class RowSampling:
             self.params.append(request.params)
             self._options.append(request.params.draw_options)
             self.all_greedy &= request.params.temperature == 0
-            self.streams.append((request.seed, len(request.tokens)))
+            self.streams.append((request.seed, row.begin + row.count))
             self._budgets.append(row.k)
             states.append(request.sampling_state)
             texts.append(request.tokens)
@@ -168,6 +168,9 @@ class Round:
     proposal: RoundProposal | None = None  # None: nothing was drafted
     reading: Reading | None = None  # of drafted tokens that the host needs before its result
     output: PassOutput = field(init=False)
+    verdict: torch.Tensor | None = None  # of the rule, on the device; None: no row decides
+    arriving: Reading | None = None  # the verdict, where the round after is launched before
+    is_ahead: bool = False  # launched before the verdict of the round before it was read
     own_taps: tuple[int, ...] = ()  # that its rows join from the states of the pass
     verified: VerifyOutput = field(init=False)
     drafted: Drafted = NOTHING_DRAFTED  # the proposal, once the host has read it

@@ -73,6 +73,7 @@ class PackedRows(NamedTuple):
     begins: list[int]  # first index of each row in T
     logit_rows: list[int]  # indices into T whose logits decide a token
     prompt_rows: list[int]  # and whose logits give a prompt token's logprob
+    awaited: list[int]  # and whose ids the host does not have
 
     @property
     def head_rows(self) -> list[int]:
@@ -86,11 +87,14 @@ def pack(
 ) -> PackedRows:
     """`sizes` drafted tokens of each row; their ids are 0 here but for those of the first rows that
     are `known`."""
-    packed = PackedRows([], [], [], [], [], [])
+    packed = PackedRows([], [], [], [], [], [], [])
     for index, (row, size) in enumerate(zip(rows, sizes, strict=True)):
         begin, ids = len(packed.ids), packed.ids
         packed.begins.append(begin)
         ids += row.request.tokens[row.begin : row.begin + row.count]
+        if len(ids) == begin:
+            packed.awaited.append(begin)
+            ids.append(0)
         ids += known[index] if index < len(known) else [0] * size
         if row.request.params.prompt_logprobs is not None:
             packed.prompt_rows.extend(
@@ -152,7 +156,11 @@ class TargetRunner:
     ) -> PlannedPass:
         """A pass with `sizes` drafted tokens of each row, `known` or to come as [B, width]."""
         packed = pack(rows, sizes, known)
-        moves = moves_of(rows, sizes, packed.begins, width) if width else ()
+        moves: tuple[list[int], ...] = ()
+        if width:
+            moves = moves_of(rows, sizes, packed.begins, width)
+        elif packed.awaited:
+            moves = (list(range(len(rows))), packed.awaited)
         inputs = PassInputs(*packed[:3], packed.head_rows, tables, None, moves=moves)
         if self.graphs is not None:
             inputs = inputs._replace(static=self.graphs.columns(inputs))
@@ -165,6 +173,7 @@ class TargetRunner:
         tables: torch.Tensor,
         taps: Sequence[int],
         upload: Upload | None = None,
+        newest: torch.Tensor | None = None,
     ) -> PassOutput:
         """Run the pass.
 
@@ -172,11 +181,12 @@ class TargetRunner:
             rows: those that draft come first, those that do not sample last.
             tables: [rows, blocks] block ids.
             upload: what is on the device already.
+            newest: [rows, 1] ids of rows whose one token the host does not have.
         """
         sizes = [] if proposal is None else proposal.sizes
         sizes = [*sizes, *[0] * (len(rows) - len(sizes))]
         known = None if proposal is None else proposal.known
-        drafted, width = None, 0
+        drafted, width = None if newest is None else DraftedIds(newest, None), 0
         if proposal is not None and known is None and any(sizes):
             nodes = None if proposal.tree is None else NodeLayout.of(proposal.tree)
             drafted, width = DraftedIds(proposal.tokens, nodes), proposal.tokens.shape[1]

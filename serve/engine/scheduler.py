@@ -116,6 +116,25 @@ class Scheduler:
         self._admit(schedule, budget)
         return schedule
 
+    def after(self, schedule: Schedule) -> Schedule | None:
+        """Choose the round after one whose tokens are not there yet; None where more of it than the
+        ids of its rows may depend on them."""
+        rows = schedule.sampling
+        if (
+            not len(rows) == len(schedule.rows) == len(self.running)
+            or self.waiting
+            or len(rows) > self.blocks.num_free  # none is preempted
+            or not all(map(_decides_tokens_alone, rows))
+        ):
+            return None
+        after = Schedule()
+        for before in rows:
+            row = ScheduledRow(before.request, before.begin + before.count, 1)
+            row.samples = True
+            self.blocks.grow(row.request.blocks, row.begin + 1)
+            after.sampling.append(row)
+        return after
+
     def note_admissions(self, rows: list[ScheduledRow], stats: EngineStats) -> None:
         """Count the prompts, and what the prefix cache had of them, of requests whose first round
         this is."""
@@ -286,6 +305,13 @@ def _end(request: Request) -> int:
     rounds after would begin elsewhere and a seeded request would go on with other tokens.
     """
     return request.num_tokens if request.num_output == 0 else request.num_tokens - 1
+
+
+def _decides_tokens_alone(row: ScheduledRow) -> bool:
+    """True where nobody asks for more of the row, and its token is not the last."""
+    request, params = row.request, row.request.params
+    asked = params.logprobs is not None or params.prompt_logprobs is not None
+    return request.k == 0 and request.remaining > 1 and not asked
 
 
 @dataclass(slots=True, init=False)

@@ -17,7 +17,13 @@ PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 9, 41], [77, 12, 5, 8]]
 
 
 def play(
-    target: Target, drafter: Any, *, overlaps: bool, stop: tuple[str, ...], cancel_after: int
+    target: Target,
+    drafter: Any,
+    *,
+    overlaps: bool,
+    stop: tuple[str, ...],
+    cancel_after: int,
+    logprobs: int | None,
 ) -> list[tuple]:
     """All updates of three requests, one of them cancelled on the way."""
     engine = build_engine(target, drafter, EngineConfig(k=2, num_blocks=64, block_size=8))
@@ -31,7 +37,12 @@ def play(
 
     for index, prompt in enumerate(PROMPTS):
         params = SamplingParams(
-            temperature=1.0, seed=index, max_tokens=9, ignore_eos=True, stop=stop, logprobs=1
+            temperature=1.0,
+            seed=index,
+            max_tokens=9,
+            ignore_eos=True,
+            stop=stop,
+            logprobs=logprobs,
         )
         requests.append(engine.submit(prompt, params, note))
     for number in range(100):
@@ -55,11 +66,19 @@ def play(
 
 @pytest.mark.parametrize("stop", [(), ("e",)])
 @pytest.mark.parametrize("cancel_after", [2, 100])
+@pytest.mark.parametrize("drafts", [True, False])
 def test_what_is_told_does_not_depend_on_when(
-    target: Target, fixed_drafter: Callable[..., Any], stop: tuple[str, ...], cancel_after: int
+    target: Target,
+    fixed_drafter: Callable[..., Any],
+    stop: tuple[str, ...],
+    cancel_after: int,
+    drafts: bool,
 ) -> None:
+    """Without drafts rounds are launched ahead, too."""
+    drafter = fixed_drafter() if drafts else None
+    options: dict[str, Any] = {"stop": stop, "logprobs": 1 if drafts else None}
     at_once, later = (
-        play(target, fixed_drafter(), overlaps=overlaps, stop=stop, cancel_after=cancel_after)
+        play(target, drafter, overlaps=overlaps, cancel_after=cancel_after, **options)
         for overlaps in (False, True)
     )
     assert at_once == later
@@ -72,10 +91,19 @@ def test_what_is_told_does_not_depend_on_when(
     )
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
+ORDERS = {
+    "in turn": ["pass", "update", "pass", "update", "pass", "last update"],
+    "late": ["pass", "pass", "update", "pass", "update", "last update"],
+    "ahead": ["pass", "pass", "pass", "update", "update", "last update"],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_rounds_updates_come_while_the_next_pass_runs_and_the_last_at_once(
-    target: Target, overlaps: bool
+    target: Target, order: str
 ) -> None:
+    """Where logprobs are asked for, no pass is launched ahead of the tokens before it."""
+    overlaps, logprobs = order != "in turn", None if order == "ahead" else 0
     engine = build_engine(target, None, EngineConfig(num_blocks=64, block_size=8))
     engine.committer.overlaps = overlaps
     events: list[str] = []
@@ -90,9 +118,57 @@ def test_a_rounds_updates_come_while_the_next_pass_runs_and_the_last_at_once(
     def told(request: Request, update: Update) -> None:
         events.append("last update" if update.finish_reason else "update")
 
-    engine.submit(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), told)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=logprobs)
+    engine.submit(PROMPTS[0], params, told)
     while engine.scheduler.busy:
         engine.step()
-    in_turn = ["pass", "update", "pass", "update", "pass", "last update"]
-    overlapped = ["pass", "pass", "update", "pass", "update", "last update"]
-    assert events == (overlapped if overlaps else in_turn)
+    assert events == ORDERS[order]
+
+
+def answers(target: Target, drafter: Any, *, overlaps: bool, values: dict[str, Any]) -> list[tuple]:
+    """Tokens and ends of requests that come, are cancelled, change their k and end as rounds go
+    by, in a batch of three with too few blocks for all."""
+    config = EngineConfig(k=2, max_batch=3, num_blocks=17, block_size=4, max_length=40)
+    engine = build_engine(target, drafter, config)
+    engine.committer.overlaps = overlaps
+    requests: list[Request] = []
+
+    def submit(index: int) -> None:
+        params = SamplingParams(max_tokens=8 + 5 * (index % 3), k=0, seed=index, **values)
+        requests.append(engine.submit(PROMPTS[index % 3], params))
+
+    actions: dict[int, Callable[[], None]] = {
+        5: lambda: submit(3),
+        6: lambda: engine.cancel(requests[1]),
+        8: lambda: engine.set_k(requests[2], 2),
+        9: lambda: submit(4),
+        12: lambda: engine.set_k(requests[2], 0),
+    }
+    for index in range(3):
+        submit(index)
+    if values["temperature"] > 0:
+        # Where drafts begin decides what a seed draws.
+        del actions[8], actions[12]
+    for number in range(100):
+        if number in actions:
+            actions[number]()
+        if not engine.step() and number > max(actions):
+            break
+    assert engine.scheduler.blocks.usage == 0
+    return [(one.output, one.finish_reason, one.speculation.num_committed) for one in requests]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": 0.0}, {"temperature": 1.0, "ignore_eos": True}],
+    ids=["greedy", "sampled"],
+)
+def test_rounds_launched_ahead_give_the_same_answers_whatever_comes_between(
+    target: Target, fixed_drafter: Callable[..., Any], values: dict[str, Any]
+) -> None:
+    in_turn, ahead = (
+        answers(target, fixed_drafter(), overlaps=overlaps, values=values)
+        for overlaps in (False, True)
+    )
+    assert ahead == in_turn
+    assert {reason for _, reason, _ in ahead} >= {FinishReason.ABORT, FinishReason.LENGTH}
