@@ -240,7 +240,7 @@ class Committer:
         self.outputs.add(request, StopCheck([], FinishReason.ERROR), no_logprobs)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        self._count()  # which what is told of a finished request reads
+        self._count()  # its numbers are read below
         request.finish_reason = reason
         request.times.finished_s = time.monotonic()
         request.draft.taps.clear()

@@ -149,7 +149,7 @@ NOTHING_DRAFTED = Drafted([], [], [], [], [], None)
 
 
 def _check_of_chain(row: list[int], allowed: int, vocab_size: int) -> DraftCheck:
-    """Of one that is not sound."""
+    """Flaw of a chain that is not sound."""
     offered, usable, *tokens = row
     asked_for = 0 <= offered <= allowed and 0 <= tokens[usable] < vocab_size
     return DraftCheck.NO_MASS if asked_for else DraftCheck.MALFORMED

@@ -308,7 +308,7 @@ def _end(request: Request) -> int:
 
 
 def _decides_tokens_alone(row: ScheduledRow) -> bool:
-    """True where nobody asks for more of the row, and its token is not the last."""
+    """True where no more than tokens is asked for, of which the row's next is not the last."""
     request, params = row.request, row.request.params
     asked = params.logprobs is not None or params.prompt_logprobs is not None
     return request.k == 0 and request.remaining > 1 and not asked
