@@ -8,6 +8,7 @@ value or a shape that depends on one, so that a CUDA graph can hold them.
 3. `_finish`, one program per row: filters what `_narrow` has left and runs its race; otherwise
    finds the winner of the blocks.
 
+`filter_cuts` writes no rows: a reader of logits masks them by what `_finish` found.
 `draw.draw` has the reference. Tokens and filtered sets are its own but for float32 rounding:
 of exponentials where a mass reaches 1 - top_p nearly, of logarithms where two tokens arrive at
 nearly the same time.
@@ -23,12 +24,12 @@ from draftsmith.kernels.dispatch import on_its_device
 from draftsmith.kernels.sampling.draw import Drawn
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.filters_triton import (
-    LARGEST,
     MINUS_INF,
     bound_of,
     clean,
     filter_row,
-    key_of,
+    is_kept,
+    tempered,
     tile,
 )
 from draftsmith.kernels.sampling.random_streams import Purpose, first_arrivals
@@ -85,39 +86,48 @@ def _scale(
     num_tokens,  # V
     num_blocks,
     FILTERED: tl.constexpr,
+    WRITTEN: tl.constexpr,
     DRAWN: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Program (row, block). `FILTERED`: some row may be. Not `DRAWN`: the winners are the likeliest
-    tokens, seeds and positions are not read."""
+    """Program (row, block). `FILTERED`: some row may be. `WRITTEN`: processed logits are asked for.
+    Not `DRAWN`: the winners are the likeliest tokens, seeds and positions are not read."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
+    raced = True
+    if FILTERED:
+        raced = not _is_filtered(row, temperature, top_k, top_p, min_p)
+        # Of a row that keeps all, cuts need nothing.
+        if raced and not WRITTEN:
+            return
     columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_tokens
     x = clean(tl.load(logits + row * stride + columns, mask=inside, other=MINUS_INF))
     degree = tl.load(temperature + row)
-    x = tl.minimum(tl.div_rn(x, tl.zeros_like(x) + tl.where(degree == 0, 1.0, degree)), LARGEST)
-    tl.store(processed + row * num_tokens + columns, x, mask=inside)
-    raced = True
-    if FILTERED:
-        raced = not _is_filtered(row, temperature, top_k, top_p, min_p)
+    if FILTERED:  # noqa: SIM102
         if not raced:
-            tops = tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), axis=1)
+            # The largest of the quotients is the quotient of the largest.
+            tops = tempered(tl.max(tl.reshape(x, [BLOCK // GROUP, GROUP]), axis=1), degree)
             places = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
             tl.store(maxima + row * num_blocks * (BLOCK // GROUP) + places, tops)
-    if raced:
-        if DRAWN:  # noqa: SIM102
+    if WRITTEN:  # noqa: SIM102
+        if raced:
+            x = tempered(x, degree)
             if degree != 0:
-                key = stream_key(tl.load(seeds + row), tl.load(positions + row), purpose)
-                x -= log_noise(key, columns)
-        best, at = tl.max(x, axis=0, return_indices=True)
-        tl.store(scores + row * num_blocks + block, best)
-        tl.store(winners + row * num_blocks + block, block * BLOCK + at)
+                tl.store(processed + row * num_tokens + columns, x, mask=inside)
+                if DRAWN:
+                    key = stream_key(tl.load(seeds + row), tl.load(positions + row), purpose)
+                    x -= log_noise(key, columns)
+            best, at = tl.max(x, axis=0, return_indices=True)
+            tl.store(scores + row * num_blocks + block, best)
+            tl.store(winners + row * num_blocks + block, block * BLOCK + at)
 
 
 @triton.jit(do_not_specialize_on_alignment=_VECTORS[:4])
 def _narrow(
+    logits,  # [N, V]
+    stride,  # of a row of logits
     temperature,  # [N] float32
     top_k,  # [N] int64
     top_p,  # [N] float64
@@ -133,6 +143,7 @@ def _narrow(
     num_tokens,  # V
     num_blocks,
     FILTERED: tl.constexpr,
+    WRITTEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -143,30 +154,35 @@ def _narrow(
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < num_tokens
-    logits = processed + row * num_tokens + columns
-    if tl.load(temperature + row) == 0:
-        token = _winner(scores, winners, row, num_blocks, BLOCKS)
-        tl.store(logits, tl.where(columns == token, 0.0, MINUS_INF), mask=inside)
+    output = processed + row * num_tokens + columns
+    degree = tl.load(temperature + row)
+    if WRITTEN:  # noqa: SIM102
+        if degree == 0:
+            token = _winner(scores, winners, row, num_blocks, BLOCKS)
+            tl.store(output, tl.where(columns == token, 0.0, MINUS_INF), mask=inside)
     if FILTERED:  # noqa: SIM102
         if _is_filtered(row, temperature, top_k, top_p, min_p):
             groups = _groups(maxima, row, num_blocks * (BLOCK // GROUP), GROUPS)
             top = tl.max(groups, axis=0)
+            bound = top
+            x = tl.load(logits + row * stride + columns, mask=inside, other=MINUS_INF)
+            x = tempered(x, degree)
             if top > MINUS_INF:
                 options = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
                 bound = bound_of(groups, *options, num_tokens, GROUPS)
-                x = tl.load(logits, mask=inside, other=MINUS_INF)
                 left = inside & (x >= bound)
                 places = tl.cumsum(left.to(tl.int32), axis=0) - 1
                 begin = (row * num_blocks + block) * BLOCK
                 tl.store(values + begin + places, x, mask=left)
                 tl.store(ids + begin + places, columns, mask=left)
-                tl.store(logits, MINUS_INF, mask=inside & (x < bound))
                 place = row * num_blocks + block
                 tl.store(sizes + place, tl.sum(left.to(tl.int32), axis=0))
                 tl.store(masses + place, tl.sum(tl.where(left, 0.0, tl.exp(x - top)), axis=0))
+            if WRITTEN:
+                tl.store(output, tl.where(x >= bound, x, MINUS_INF), mask=inside)
 
 
-@triton.jit(do_not_specialize=["purpose"], do_not_specialize_on_alignment=[*_VECTORS, "tokens"])
+@triton.jit(do_not_specialize=["purpose"], do_not_specialize_on_alignment=[*_VECTORS, "results"])
 def _finish(
     temperature,  # [N] float32
     top_k,  # [N] int64
@@ -183,10 +199,11 @@ def _finish(
     ids,  # [N, blocks, BLOCK] int32
     sizes,  # [N, blocks] int32
     masses,  # [N, blocks] float32
-    tokens,  # [N] int64, written
+    results,  # written: [N] int64 tokens where `WRITTEN`, otherwise [N, 2] int32 cuts
     num_tokens,  # V
     num_blocks,
     FILTERED: tl.constexpr,
+    WRITTEN: tl.constexpr,
     DRAWN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -197,6 +214,8 @@ def _finish(
     """Program (row)."""
     row = tl.program_id(0).to(tl.int64)
     raced = True
+    # Below the key of -inf: all is kept.
+    cut, first_id = tl.full((), -0x80000000, tl.int32), tl.zeros((), tl.int32)
     if FILTERED:
         raced = not _is_filtered(row, temperature, top_k, top_p, min_p)
         if not raced:
@@ -214,20 +233,25 @@ def _finish(
                 base = tl.sum(mass.to(tl.float64), axis=0)
                 own_values, own_ids = values + place * BLOCK, ids + place * BLOCK
                 cut, first_id = filter_row(
-                    own_values, own_ids, own_sizes, num_tokens, top, bound, base, options[0],
-                    options[1], BLOCK, BLOCKS, PART,
+                    own_values, own_ids, own_sizes, num_tokens, top, bound, base, *options,
+                    BLOCK, BLOCKS, PART,
                 )  # fmt: skip
-                key = tl.zeros((), tl.int64)
-                if DRAWN:
-                    key = stream_key(tl.load(seeds + row), tl.load(positions + row), purpose)
-                token = _race(
-                    processed + row * num_tokens, own_values, own_ids, own_sizes, top, cut,
-                    first_id, options[2], key, DRAWN, BLOCK, BLOCKS, PART,
-                )  # fmt: skip
-            tl.store(tokens + row, token.to(tl.int64))
-    if raced:
+                if WRITTEN:
+                    key = tl.zeros((), tl.int64)
+                    if DRAWN:
+                        key = stream_key(tl.load(seeds + row), tl.load(positions + row), purpose)
+                    token = _race(
+                        processed + row * num_tokens, own_values, own_ids, own_sizes, cut,
+                        first_id, key, DRAWN, BLOCK, BLOCKS, PART,
+                    )  # fmt: skip
+            if WRITTEN:
+                tl.store(results + row, token.to(tl.int64))
+    if not WRITTEN:
+        tl.store(results + 2 * row, cut)
+        tl.store(results + 2 * row + 1, first_id)
+    elif raced:
         token = _winner(scores, winners, row, num_blocks, BLOCKS)
-        tl.store(tokens + row, token.to(tl.int64))
+        tl.store(results + row, token.to(tl.int64))
 
 
 @triton.jit
@@ -236,10 +260,8 @@ def _race(
     values,  # [blocks, BLOCK] float32
     ids,  # [blocks, BLOCK] int32
     sizes,  # [BLOCKS] int32
-    top,
     cut,
     first_id,
-    min_p,
     key,
     DRAWN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -251,12 +273,10 @@ def _race(
     for start in range(0, tl.max(sizes, axis=0), PART):
         x, inside = tile(values, sizes, start, MINUS_INF, BLOCK, BLOCKS, PART)
         own, _ = tile(ids, sizes, start, 0, BLOCK, BLOCKS, PART)
-        keys = key_of(x)
-        kept = (keys > cut) | ((keys == cut) & (own >= first_id))
-        kept = inside & kept & (tl.exp(x - top) >= min_p)
-        tl.store(logits + own, MINUS_INF, mask=inside & (kept == 0))
+        stays = inside & is_kept(x, own, cut, first_id)
+        tl.store(logits + own, MINUS_INF, mask=inside & (stays == 0))
         if DRAWN:
-            x = tl.where(kept, x - log_noise(key, own), MINUS_INF)
+            x = tl.where(stays, x - log_noise(key, own), MINUS_INF)
             score = tl.max(tl.max(x, axis=1), axis=0)
             first = tl.min(tl.min(tl.where(x == score, own, 0x7FFFFFFF), axis=1), axis=0)
             ahead = (score > best) | ((score == best) & (first < token))
@@ -331,8 +351,22 @@ def draw_triton(
     return _launch(logits, rows, (seeds, positions, int(purpose)), block)
 
 
+def filter_cuts(logits: torch.Tensor, rows: SamplingRows, *, block: int = BLOCK) -> torch.Tensor:
+    """[N, 2] int32 by which `is_kept` masks rows of logits [N, V] once divided by temperature: the
+    key of a row's cut, and the least id. A greedy row keeps all."""
+    return _launch(logits, rows, None, block, written=False).tokens
+
+
 @on_its_device
-def _launch(logits: torch.Tensor, rows: SamplingRows, streams: Streams | None, block: int) -> Drawn:
+def _launch(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    streams: Streams | None,
+    block: int,
+    *,
+    written: bool = True,
+) -> Drawn:
+    """Cuts in place of tokens and no logits where not `written`."""
     options, greedy, filtered = rows.options, rows.passes.greedy, rows.passes.filtered
     num_rows, num_tokens = logits.shape
     block = min(block, max(triton.next_power_of_2(num_tokens), 2))
@@ -344,16 +378,17 @@ def _launch(logits: torch.Tensor, rows: SamplingRows, streams: Streams | None, b
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
 
-    processed, tokens = empty(num_tokens), empty(dtype=torch.int64)
+    whole = torch.int32
+    processed = empty(num_tokens if written else 1)
+    results = empty(dtype=torch.int64) if written else empty(2, dtype=whole)
     if num_rows == 0:
-        return Drawn(tokens, processed)
+        return Drawn(results, processed)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     # Without streams nothing is read of what stands in their place; without filters neither of
     # maxima and what is laid side by side.
     seeds, positions, purpose = (options[1], options[1], 0) if streams is None else streams
     vectors = [tensor.contiguous() for tensor in (*options, seeds, positions)]
     group_room, room = (num_groups, num_blocks * block) if filtered else (1, 1)
-    whole = torch.int32
     best = (processed, empty(num_blocks), empty(num_blocks, dtype=whole), empty(group_room))
     left = (
         empty(room),
@@ -362,32 +397,25 @@ def _launch(logits: torch.Tensor, rows: SamplingRows, streams: Streams | None, b
         empty(num_blocks),
     )
     drawn, sizes = streams is not None, (num_tokens, num_blocks)
-    flags = {"FILTERED": filtered, "BLOCK": block, "GROUP": group}
+    flags = {"FILTERED": filtered, "WRITTEN": written, "BLOCK": block, "GROUP": group}
+    given = (logits, logits.stride(0), *vectors[:4])
     _scale[(num_rows, num_blocks)](
-        logits,
-        logits.stride(0),
-        *vectors,
-        purpose,
-        *best,
-        *sizes,
-        **flags,
-        DRAWN=drawn,
-        num_warps=8,
+        *given, *vectors[4:], purpose, *best, *sizes, **flags, DRAWN=drawn, num_warps=8
     )
     flags |= {"BLOCKS": blocks, "GROUPS": triton.next_power_of_2(num_groups)}
-    if greedy or filtered:
-        _narrow[(num_rows, num_blocks)](*vectors[:4], *best, *left, *sizes, **flags, num_warps=8)
+    if filtered or (greedy and written):
+        _narrow[(num_rows, num_blocks)](*given, *best, *left, *sizes, **flags, num_warps=8)
     if drawn or filtered:
         _finish[(num_rows,)](
             *vectors,
             purpose,
             *best,
             *left,
-            tokens,
+            results,
             *sizes,
             **flags,
             DRAWN=drawn,
             PART=max(min(block, TILE) // blocks, 1),
             **(FILTERING if filtered else {"num_warps": 1}),
         )
-    return Drawn(tokens, processed)
+    return Drawn(results, processed)

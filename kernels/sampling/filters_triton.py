@@ -1,10 +1,11 @@
 """Top-k, top-p and min-p of one row inside Triton kernels, without an order of its tokens.
 
-What a filter keeps of a row is what lies above a cut, and of the tokens that equal the cut those of
-the highest ids: `filters.py` removes from the front of a stable ascending order. The cut is found
-by bisection on the numbers' own bits: at most 32 steps, each of which weighs the tokens up to a
-key. Only tokens that a bound does not rule out are weighed: each block of the vocabulary has laid
-its own side by side, in the order of their ids.
+What filters keep of a row is what lies above a cut, and of the tokens that equal the cut those of
+the highest ids: `filters.py` removes from the front of a stable ascending order. A reader of a row
+needs no filtered copy: a logit, its id, the cut and an id say what `is_kept`. The cut is found by
+bisection on the numbers' own bits: at most 32 steps, each of which weighs the tokens up to a key.
+Only tokens that a bound does not rule out are weighed: each block of the vocabulary has laid its
+own side by side, in the order of their ids.
 
 Masses are sums of exp(x - maximum). They are added up in float32 lane by lane and the lanes in
 float64, and are rounded to float32 where they are held against 1 - top_p, as torch's are.
@@ -29,10 +30,25 @@ def clean(x):
 
 
 @triton.jit
+def tempered(x, temperature):
+    """Cleaned float32 logits by a temperature; a greedy row's stay as they are."""
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+    return tl.minimum(tl.div_rn(clean(x), divisor), LARGEST)
+
+
+@triton.jit
 def key_of(x):
     """int32 in the order of float32 numbers; both zeros are one."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def is_kept(x, ids, cut, first_id):
+    """Mask of tokens `ids` with logits x: those above the key `cut`, and from `first_id` on those
+    that equal it."""
+    keys = key_of(x)
+    return (keys > cut) | ((keys == cut) & (ids >= first_id))
 
 
 @triton.jit
@@ -175,6 +191,25 @@ def first_kept_id(
 
 
 @triton.jit
+def _least_of_min_p(
+    values,  # [blocks, BLOCK] float32
+    sizes,  # [BLOCKS] int32
+    top,
+    min_p,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Key of the least token that is `min_p` times as likely as the maximum, or more."""
+    lanes = tl.full([BLOCKS, PART], 0x7FFFFFFF, tl.int32)
+    for start in range(0, tl.max(sizes, axis=0), PART):
+        x, inside = tile(values, sizes, start, MINUS_INF, BLOCK, BLOCKS, PART)
+        likely = inside & (tl.exp(x - top) >= min_p)
+        lanes = tl.where(likely, tl.minimum(lanes, key_of(x)), lanes)
+    return tl.min(tl.min(lanes, axis=1), axis=0)
+
+
+@triton.jit
 def filter_row(
     values,  # [blocks, BLOCK] float32, the tokens at `bound` and above
     ids,  # [blocks, BLOCK] int32
@@ -185,12 +220,12 @@ def filter_row(
     base,  # float64 mass below `bound`
     top_k,
     top_p,
+    min_p,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """(key of the cut of top-k and top-p, the least id that is kept of the tokens that equal
-    it)."""
+    """(key of the cut of all filters, the least id that is kept of the tokens that equal it)."""
     cut, first_id = key_of(bound), tl.zeros((), tl.int32)
     if top_k > 0:
         fewer = (tl.sum(sizes, axis=0) - top_k).to(tl.float32)
@@ -208,4 +243,8 @@ def filter_row(
             values, ids, sizes, num_tokens, first, cut, top, below, below + mass, limit, BLOCK,
             BLOCKS, PART,
         )  # fmt: skip
+    if min_p > 0:
+        least = _least_of_min_p(values, sizes, top, min_p, BLOCK, BLOCKS, PART)
+        first_id = tl.where(least > cut, 0, first_id)
+        cut = tl.maximum(cut, least)
     return cut, first_id

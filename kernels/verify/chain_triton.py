@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 
 from draftsmith.kernels.dispatch import on_its_device
-from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.sampling.filters_triton import LARGEST, MINUS_INF, clean
+from draftsmith.kernels.sampling.draw_triton import filter_cuts
+from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean
 from draftsmith.kernels.sampling.random_streams_triton import (
     ACCEPT,
     BONUS,
@@ -36,6 +37,7 @@ from draftsmith.kernels.verify.rows_triton import (
     keep_best,
     log_residual,
     logprob,
+    target_logits,
     winner,
 )
 from draftsmith.kernels.verify.verdict import Drafts, Verdict
@@ -45,13 +47,6 @@ BLOCK = 4096
 # for.
 MOST_SUMMED = 1024
 _FEWEST_REQUESTS = 64
-
-
-@triton.jit
-def _tempered(x, temperature):
-    """Cleaned float32 logits by a temperature; a greedy row's stay as they are."""
-    divisor = tl.where(temperature > 0, temperature, 1.0)
-    return tl.minimum(tl.div_rn(clean(x), divisor), LARGEST)
 
 
 @triton.jit
@@ -99,13 +94,14 @@ def _at(values, depths, depth):
 @triton.jit(
     do_not_specialize=["num_requests", "num_drafting", "num_draft"],
     do_not_specialize_on_alignment=[
-        "temperatures", "draft_tokens", "lengths", "owned", "seeds", "positions",
+        "temperatures", "cuts", "draft_tokens", "lengths", "owned", "seeds", "positions",
     ],
 )  # fmt: skip
 def _verify(
     logits,  # [R, V] raw
     stride,  # of a row of logits
     temperatures,  # [B] float32, 0 is greedy
+    cuts,  # [R, 2] int32, those of `filter_cuts`; not read where not FILTERED
     q_logits,  # [D * K, V] processed
     q_stride,  # of a row of q_logits
     draft_tokens,  # [D, K] int64
@@ -126,6 +122,7 @@ def _verify(
     num_tokens,  # V
     num_blocks,
     HAS_Q: tl.constexpr,
+    FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     DEPTHS: tl.constexpr,
@@ -147,8 +144,8 @@ def _verify(
         inside = columns < num_tokens
         if depth <= length:
             row = _first_row(owned, b, num_drafting, REQUESTS) + depth
-            x = tl.load(logits + row * stride + columns, mask=inside, other=MINUS_INF)
-            x = _tempered(x, tl.load(temperatures + b))
+            degree = tl.load(temperatures + b)
+            x = target_logits(logits, stride, cuts, row, columns, inside, degree, FILTERED)
             _measure(x, columns, maxima, sums, places, ticket)
         if HAS_Q and depth < length:
             q_row = b * num_draft + depth
@@ -178,8 +175,9 @@ def _verify(
             places + p_rows * num_blocks + top_block, mask=depths <= length, other=0,
             cache_modifier=".cg",
         )  # fmt: skip
-        x = tl.load(logits + (first + depths) * stride + tokens, mask=offered, other=MINUS_INF)
-        log_p = logprob(_tempered(x, temperature), top, log_sum)
+        own = first + tl.where(offered, depths, 0)
+        x = target_logits(logits, stride, cuts, own, tokens, offered, temperature, FILTERED)
+        log_p = logprob(x, top, log_sum)
         if temperature == 0:
             log_p = tl.where((tokens == likeliest) & (top > MINUS_INF), 0.0, MINUS_INF)
         log_q = tl.zeros([DEPTHS], tl.float32)
@@ -202,8 +200,8 @@ def _verify(
         # The race over this block of the deciding row.
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < num_tokens
-        p = tl.load(logits + (first + kept) * stride + columns, mask=inside, other=MINUS_INF)
-        p = _tempered(p, temperature)
+        p_row = first + kept
+        p = target_logits(logits, stride, cuts, p_row, columns, inside, temperature, FILTERED)
         p_top = _at(top, depths, kept)
         p_log_sum = _at(log_sum, depths, kept)
         if temperature == 0:
@@ -267,12 +265,10 @@ def verify_logits_triton(
 ) -> torch.Tensor:
     """`chain.verify_logits` in float32."""
     drafts = no_drafts(logits) if drafts is None else drafts
-    temperatures = rows.temperature
+    cuts = None
     if rows.passes.filtered:
-        # What is filtered is made first; the rest is left to the launch.
-        logits = process(logits, rows.select(owners(drafts, len(seeds), len(logits))))
-        temperatures = torch.ones_like(temperatures)
-    return verify_tempered(logits, temperatures, drafts, seeds, positions)
+        cuts = filter_cuts(logits, rows.select(owners(drafts, len(seeds), len(logits))))
+    return verify_tempered(logits, rows.temperature, drafts, seeds, positions, cuts=cuts)
 
 
 @on_its_device
@@ -283,9 +279,11 @@ def verify_tempered(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    cuts: torch.Tensor | None = None,
     block: int | None = None,
 ) -> torch.Tensor:
-    """As `verify_logits_triton`, of temperatures [B] float32 alone."""
+    """As `verify_logits_triton`, of temperatures [B] float32 and the cuts of `filter_cuts` where a
+    row is filtered."""
     num_requests, (num_drafting, num_draft) = len(seeds), drafts.tokens.shape
     num_tokens = logits.shape[-1]
     block = min(block or BLOCK, triton.next_power_of_2(num_tokens))
@@ -316,6 +314,7 @@ def verify_tempered(
         logits,
         logits.stride(0),
         temperatures.contiguous(),
+        tokens if cuts is None else cuts,
         q_rows,
         q_rows.stride(0),
         tokens,
@@ -336,6 +335,7 @@ def verify_tempered(
         num_tokens,
         num_blocks,
         HAS_Q=has_q,
+        FILTERED=cuts is not None,
         BLOCK=block,
         BLOCKS=triton.next_power_of_2(num_blocks),
         DEPTHS=max(FEWEST_DEPTHS, triton.next_power_of_2(num_draft + 1)),

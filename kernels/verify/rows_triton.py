@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from draftsmith.kernels.dispatch import on_its_device
-from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean
+from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean, is_kept, tempered
 
 # Positions of a request that kernels are compiled for at least: one variant for every k up to 7,
 # and for what the end of an answer leaves of it.
@@ -49,6 +49,26 @@ def row_stats(
     total = tl.sum(tl.exp(x - finite(top)), axis=0)
     tl.store(maxima + row * num_blocks + block, top)
     tl.store(sums + row * num_blocks + block, total)
+
+
+@triton.jit
+def target_logits(
+    logits,  # [R, V] raw
+    stride,  # of a row of logits
+    cuts,  # [R, 2] int32, those of `filter_cuts`
+    rows,  # scalar or as `ids`
+    ids,
+    inside,  # where `ids` are tokens
+    temperature,  # scalar
+    FILTERED: tl.constexpr,
+):
+    """Processed logits at `ids`; -inf outside. The cuts are not read where not `FILTERED`."""
+    x = tl.load(logits + rows * stride + ids, mask=inside, other=MINUS_INF)
+    x = tempered(x, temperature)
+    if FILTERED:
+        cut, first_id = tl.load(cuts + 2 * rows), tl.load(cuts + 2 * rows + 1)
+        x = tl.where(is_kept(x, ids, cut, first_id), x, MINUS_INF)
+    return x
 
 
 @triton.jit

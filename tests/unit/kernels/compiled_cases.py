@@ -58,9 +58,12 @@ def of_attention(
     return Case(" ".join(parts), launch)
 
 
-def of_verification(kind: str, dtype: torch.dtype, num_draft: int, *, has_q: bool) -> Case:
+def of_verification(
+    kind: str, dtype: torch.dtype, num_draft: int, *, has_q: bool, filtered: bool = False
+) -> Case:
     label = f"{kind} {str(dtype).removeprefix('torch.')} {num_draft} drafts{' q' * has_q}"
-    return Case(label, lambda: verify(kind, dtype, num_draft=num_draft, vocab=VOCAB, has_q=has_q))
+    given = {"num_draft": num_draft, "vocab": VOCAB, "has_q": has_q, "filtered": filtered}
+    return Case(label + " filtered" * filtered, lambda: verify(kind, dtype, **given))
 
 
 def of_divergence(
@@ -118,7 +121,8 @@ def _cases() -> Iterator[Case]:
     yield of_attention("128", BF16, "prompt", Layer(Chunk(8192)), has_tree=True)
     for dtype in (BF16, F16, F32):
         for has_q in (True, False):
-            yield of_verification("chain", dtype, 5, has_q=has_q)
+            for filtered in (False, True):
+                yield of_verification("chain", dtype, 5, has_q=has_q, filtered=filtered)
             yield of_verification("tree", dtype, 24, has_q=has_q)
         yield of_verification("chain", dtype, 1, has_q=True)
         yield of_verification("chain", dtype, 16, has_q=True)

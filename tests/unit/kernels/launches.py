@@ -26,7 +26,12 @@ from draftsmith.kernels.products.row_steps_triton import (
     normalise,
     rotate_and_write,
 )
-from draftsmith.kernels.sampling.draw_triton import draw_several_triton, draw_triton, process_triton
+from draftsmith.kernels.sampling.draw_triton import (
+    draw_several_triton,
+    draw_triton,
+    filter_cuts,
+    process_triton,
+)
 from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose
 from draftsmith.kernels.verify.block_triton import verify_block_triton
@@ -35,7 +40,9 @@ from draftsmith.kernels.verify.tree_triton import verify_tree_triton
 from draftsmith.kernels.verify.verdict import Drafts, DraftTree
 
 DEVICE = torch.device("cuda:1")  # not the one that is current by itself
-I64, F32, BF16 = torch.int64, torch.float32, torch.bfloat16
+I64, F64, F32, BF16 = torch.int64, torch.float64, torch.float32, torch.bfloat16
+FILTERED = Passes(True, False, True, 50, True, True)
+UNFILTERED = Passes(True, False, True, 0, False, False)
 # Multiprocessors, and bytes of shared memory that a program may have, by compute capability.
 LIMITS = {
     80: DeviceLimits(108, 163 * 1024),
@@ -148,6 +155,7 @@ def verify(
     has_q: bool,
     requests: int = 4,
     shift: int = 0,
+    filtered: bool = False,
 ) -> None:
     """A round. Numbers of requests lie `shift` numbers behind the start of their memory."""
     rows = requests * (num_draft + 1)
@@ -168,8 +176,12 @@ def verify(
         assert q is not None
         verify_block_triton(p, drafts, lengths, q, seeds, positions)
     else:
-        temperatures = vector(dtype=F32)
-        verify_tempered(p, temperatures, Drafts(drafts, lengths, q, lengths), seeds, positions)
+        temperatures, cuts = vector(dtype=F32), None
+        if filtered:
+            options = (vector(rows, F32), vector(rows), vector(rows, F64), vector(rows, F32))
+            cuts = filter_cuts(p, SamplingRows(*options, FILTERED))
+        given = Drafts(drafts, lengths, q, lengths), seeds, positions
+        verify_tempered(p, temperatures, *given, cuts=cuts)
 
 
 def diverge(name: str, dtype: torch.dtype, *, has_map: bool, has_tokens: bool, vocab: int) -> None:
@@ -188,8 +200,8 @@ def draw(
     dtype: torch.dtype = BF16, vocab: int = 128_256, *, filtered: bool = True, drawn: bool = True
 ) -> None:
     """Of four rows, with scores of all tokens; or their filters alone."""
-    options = (empty(4, dtype=F32), empty(4), empty(4, dtype=F32), empty(4, dtype=F32))
-    passes = Passes(True, False, True, 50 if filtered else 0, filtered, filtered)
+    options = (empty(4, dtype=F32), empty(4), empty(4, dtype=F64), empty(4, dtype=F32))
+    passes = FILTERED if filtered else UNFILTERED
     rows, streams = SamplingRows(*options, passes), (empty(4), empty(4), Purpose.DRAFT)
     logits = empty(4, vocab, dtype=dtype)
     if drawn:

@@ -20,7 +20,7 @@ from draftsmith.kernels.sampling import draw as draw_module
 from draftsmith.kernels.sampling import draw_triton as draw_triton_module
 from draftsmith.kernels.sampling import filters
 from draftsmith.kernels.sampling.draw import draw, draw_several
-from draftsmith.kernels.sampling.draw_triton import draw_triton
+from draftsmith.kernels.sampling.draw_triton import draw_triton, filter_cuts
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose
 from tests.sampled_rows import logits_of, options, rows_of, streams
@@ -172,6 +172,31 @@ def mixed(num_rows: int, size: int) -> tuple[torch.Tensor, SamplingRows]:
     ]
     rows = rows_of([values[row % len(values)] for row in range(num_rows)])
     return logits_of(7, num_rows, size, 2.0), rows
+
+
+def kept_by_cuts(scaled: torch.Tensor, cuts: torch.Tensor) -> torch.Tensor:
+    """Mask of [N, V]: numbers in the order of their bits, above the cut or from its id on."""
+    bits = torch.where(scaled == 0, 0.0, scaled).view(torch.int32)
+    keys, (cut, first_id) = bits ^ ((bits >> 31) & 0x7FFFFFFF), cuts.T[..., None]
+    return (keys > cut) | ((keys == cut) & (torch.arange(scaled.shape[-1]) >= first_id))
+
+
+def test_cuts_keep_what_is_written(poisoned_empty: None) -> None:
+    """Of every kind of row under every kind of filter."""
+    by_id = 0
+    for seed in range(6):
+        logits = torch.cat([adversarial(kind, seed, 90) for kind in KINDS])
+        rows = mixed(len(KINDS) + seed, 90)[1].select(slice(seed, None))
+        cuts = filter_cuts(logits, rows, block=16)
+        unfiltered = SamplingRows.of(rows.temperature.tolist())
+        greedy = rows.temperature == 0
+        scaled = process(logits, unfiltered, impl="torch")[~greedy]
+        found = process(logits, rows, impl="triton")[~greedy]
+        kept = kept_by_cuts(scaled, cuts[~greedy])
+        assert torch.equal(found, scaled.masked_fill(~kept, -math.inf))
+        assert not (cuts[greedy] - torch.tensor([-(2**31), 0])).any(), "a greedy row keeps all"
+        by_id += int((cuts[:, 1] > 0).sum())
+    assert by_id > 6, "sets must end within ties"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -140,6 +140,14 @@ def test_a_backend_decides_nearly_always_and_as_torch(
     assert len(kept) >= (4 if drawn and backend == "cpu" else 2)
 
 
+def test_sets_that_end_within_a_tie_in_triton() -> None:
+    """Logits are whole numbers, of which many are equal."""
+    for seed in range(3):
+        given = case(seed, filters={"top_p": 0.6}, near=0.5, size=90, scale=1.0)
+        logits = given.logits.round()
+        assert given.decided("triton", logits) == given.reference(logits)
+
+
 @every_backend
 @pytest.mark.parametrize("drawn", [True, False])
 def test_greedy_rows_keep_what_the_target_chooses(drawn: bool, backend: str) -> None:

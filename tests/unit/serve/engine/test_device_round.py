@@ -7,6 +7,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels import dispatch
 from draftsmith.kernels.dispatch import sent
-from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.verify import block_triton, chain_triton, tree_triton
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_logits
@@ -146,7 +147,15 @@ class Served:
         )
 
 
-def tempered(logits: torch.Tensor, temperatures: torch.Tensor, *rest: Any) -> torch.Tensor:
+def tempered(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    *rest: Any,
+    cuts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What is filtered lies in place of the cuts."""
+    if cuts is not None:
+        logits, temperatures = cuts, torch.ones_like(temperatures)
     rows = SamplingRows.of(temperatures.tolist())
     return verify_logits(logits, rows, *rest, impl="torch")
 
@@ -178,6 +187,7 @@ def both(
             patch.setattr(
                 chain_triton, "verify_tempered", kernel(device, "verify_logits", tempered)
             )
+            patch.setattr(chain_triton, "filter_cuts", partial(process, impl="torch"))
             for module, name, reference in (
                 (tree_triton, "verify_tree_triton", verify_tree),
                 (block_triton, "verify_block_triton", verify_block),
