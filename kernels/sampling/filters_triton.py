@@ -32,8 +32,10 @@ def clean(x):
 @triton.jit
 def tempered(x, temperature):
     """Cleaned float32 logits by a temperature; a greedy row's stay as they are."""
-    divisor = tl.where(temperature > 0, temperature, 1.0)
-    return tl.minimum(tl.div_rn(clean(x), divisor), LARGEST)
+    x = clean(x)
+    if (temperature > 0) & (temperature != 1):
+        x = tl.minimum(tl.div_rn(x, temperature), LARGEST)
+    return x
 
 
 @triton.jit

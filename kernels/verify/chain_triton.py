@@ -101,7 +101,7 @@ def _verify(
     logits,  # [R, V] raw
     stride,  # of a row of logits
     temperatures,  # [B] float32, 0 is greedy
-    cuts,  # [R, 2] int32, those of `filter_cuts`; not read where not FILTERED
+    cuts,  # [R, 2] int32, those of `filter_cuts`; or None
     q_logits,  # [D * K, V] processed
     q_stride,  # of a row of q_logits
     draft_tokens,  # [D, K] int64
@@ -122,7 +122,6 @@ def _verify(
     num_tokens,  # V
     num_blocks,
     HAS_Q: tl.constexpr,
-    FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     DEPTHS: tl.constexpr,
@@ -145,7 +144,7 @@ def _verify(
         if depth <= length:
             row = _first_row(owned, b, num_drafting, REQUESTS) + depth
             degree = tl.load(temperatures + b)
-            x = target_logits(logits, stride, cuts, row, columns, inside, degree, FILTERED)
+            x = target_logits(logits, stride, cuts, row, columns, inside, degree)
             _measure(x, columns, maxima, sums, places, ticket)
         if HAS_Q and depth < length:
             q_row = b * num_draft + depth
@@ -176,7 +175,7 @@ def _verify(
             cache_modifier=".cg",
         )  # fmt: skip
         own = first + tl.where(offered, depths, 0)
-        x = target_logits(logits, stride, cuts, own, tokens, offered, temperature, FILTERED)
+        x = target_logits(logits, stride, cuts, own, tokens, offered, temperature)
         log_p = logprob(x, top, log_sum)
         if temperature == 0:
             log_p = tl.where((tokens == likeliest) & (top > MINUS_INF), 0.0, MINUS_INF)
@@ -201,7 +200,7 @@ def _verify(
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < num_tokens
         p_row = first + kept
-        p = target_logits(logits, stride, cuts, p_row, columns, inside, temperature, FILTERED)
+        p = target_logits(logits, stride, cuts, p_row, columns, inside, temperature)
         p_top = _at(top, depths, kept)
         p_log_sum = _at(log_sum, depths, kept)
         if temperature == 0:
@@ -314,7 +313,7 @@ def verify_tempered(
         logits,
         logits.stride(0),
         temperatures.contiguous(),
-        tokens if cuts is None else cuts,
+        cuts,
         q_rows,
         q_rows.stride(0),
         tokens,
@@ -335,7 +334,6 @@ def verify_tempered(
         num_tokens,
         num_blocks,
         HAS_Q=has_q,
-        FILTERED=cuts is not None,
         BLOCK=block,
         BLOCKS=triton.next_power_of_2(num_blocks),
         DEPTHS=max(FEWEST_DEPTHS, triton.next_power_of_2(num_draft + 1)),

@@ -55,17 +55,16 @@ def row_stats(
 def target_logits(
     logits,  # [R, V] raw
     stride,  # of a row of logits
-    cuts,  # [R, 2] int32, those of `filter_cuts`
+    cuts,  # [R, 2] int32, those of `filter_cuts`; or None
     rows,  # scalar or as `ids`
     ids,
     inside,  # where `ids` are tokens
     temperature,  # scalar
-    FILTERED: tl.constexpr,
 ):
-    """Processed logits at `ids`; -inf outside. The cuts are not read where not `FILTERED`."""
+    """Processed logits at `ids`; -inf outside."""
     x = tl.load(logits + rows * stride + ids, mask=inside, other=MINUS_INF)
     x = tempered(x, temperature)
-    if FILTERED:
+    if cuts is not None:
         cut, first_id = tl.load(cuts + 2 * rows), tl.load(cuts + 2 * rows + 1)
         x = tl.where(is_kept(x, ids, cut, first_id), x, MINUS_INF)
     return x
