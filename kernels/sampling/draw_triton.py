@@ -3,9 +3,10 @@ value or a shape that depends on one, so that a CUDA graph can hold them.
 
 1. `_scale`, one program per block of a row: divides by temperature; keeps the maxima of groups of
    tokens of filtered rows, and runs the race of the others.
-2. `_narrow`, likewise, where a row is filtered or greedy: lays the tokens side by side that a bound
-   leaves of a filtered row, makes a greedy one one-hot.
-3. `_finish`, one program per row: filters what `_narrow` has left and runs its race; otherwise
+2. `_bound`, one program per filtered row: a number that its cut does not lie below.
+3. `_narrow`, one program per block of a filtered or greedy row: lays the tokens side by side that
+   the bound leaves of a filtered row, makes a greedy one one-hot.
+4. `_finish`, one program per row: filters what `_narrow` has left and runs its race; otherwise
    finds the winner of the blocks.
 
 `filter_cuts` writes no rows: a reader of logits masks them by what `_finish` found.
@@ -38,9 +39,10 @@ from draftsmith.kernels.sampling.random_streams_triton import log_noise, stream_
 BLOCK = 4096
 GROUP = 64
 TILE = 2048  # tokens of a step of a program that filters a row
-# Of a program that filters a row. Left to itself the assembler takes half of these registers, for a
-# second program beside it, and spills.
-FILTERING = {"num_warps": 16, "maxnreg": 128}
+# Of programs that lay tokens side by side, and that filter a row. Left to itself the assembler
+# takes more registers for the first, so that one alone has room, and spills those of the second.
+NARROWING = {"num_warps": 16, "maxnreg": 64}
+FILTERING = {"num_warps": 4, "maxnreg": 128}
 # What differs from call to call makes no variants of its own: parts of a batch begin anywhere.
 _VECTORS = ["temperature", "top_k", "top_p", "min_p", "seeds", "positions"]
 
@@ -60,12 +62,6 @@ def _winner(scores, winners, row, num_blocks, BLOCKS: tl.constexpr):
     best = tl.load(scores + row * num_blocks + blocks, mask=blocks < num_blocks, other=MINUS_INF)
     score, at = tl.max(best, axis=0, return_indices=True)
     return tl.where(score == MINUS_INF, -1, tl.load(winners + row * num_blocks + at))
-
-
-@triton.jit
-def _groups(maxima, row, num_groups, GROUPS: tl.constexpr):
-    lanes = tl.arange(0, GROUPS)
-    return tl.load(maxima + row * num_groups + lanes, mask=lanes < num_groups, other=MINUS_INF)
 
 
 @triton.jit(do_not_specialize=["purpose"], do_not_specialize_on_alignment=_VECTORS)
@@ -125,6 +121,33 @@ def _scale(
 
 
 @triton.jit(do_not_specialize_on_alignment=_VECTORS[:4])
+def _bound(
+    temperature,  # [N] float32
+    top_k,  # [N] int64
+    top_p,  # [N] float64
+    min_p,  # [N] float32
+    maxima,  # [N, groups] float32
+    bounds,  # [N, 2] float32, written: maximum, number that no filter's cut lies below
+    num_tokens,  # V
+    num_groups,
+    GROUPS: tl.constexpr,
+):
+    """Program (row), of filtered rows."""
+    row = tl.program_id(0).to(tl.int64)
+    if _is_filtered(row, temperature, top_k, top_p, min_p):
+        lanes = tl.arange(0, GROUPS)
+        places = maxima + row * num_groups + lanes
+        groups = tl.load(places, mask=lanes < num_groups, other=MINUS_INF)
+        top = tl.max(groups, axis=0)
+        bound = top
+        if top > MINUS_INF:
+            options = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+            bound = bound_of(groups, *options, num_tokens, GROUPS)
+        tl.store(bounds + 2 * row, top)
+        tl.store(bounds + 2 * row + 1, bound)
+
+
+@triton.jit(do_not_specialize_on_alignment=_VECTORS[:4])
 def _narrow(
     logits,  # [N, V]
     stride,  # of a row of logits
@@ -135,7 +158,7 @@ def _narrow(
     processed,  # [N, V] float32, written
     scores,  # [N, blocks] float32
     winners,  # [N, blocks] int32
-    maxima,  # [N, groups] float32
+    bounds,  # [N, 2] float32
     values,  # [N, blocks, BLOCK] float32, written
     ids,  # [N, blocks, BLOCK] int32, written
     sizes,  # [N, blocks] int32, written
@@ -146,8 +169,6 @@ def _narrow(
     WRITTEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
 ):
     """Program (row, block)."""
     row = tl.program_id(0).to(tl.int64)
@@ -162,14 +183,10 @@ def _narrow(
             tl.store(output, tl.where(columns == token, 0.0, MINUS_INF), mask=inside)
     if FILTERED:  # noqa: SIM102
         if _is_filtered(row, temperature, top_k, top_p, min_p):
-            groups = _groups(maxima, row, num_blocks * (BLOCK // GROUP), GROUPS)
-            top = tl.max(groups, axis=0)
-            bound = top
+            top, bound = tl.load(bounds + 2 * row), tl.load(bounds + 2 * row + 1)
             x = tl.load(logits + row * stride + columns, mask=inside, other=MINUS_INF)
             x = tempered(x, degree)
             if top > MINUS_INF:
-                options = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-                bound = bound_of(groups, *options, num_tokens, GROUPS)
                 left = inside & (x >= bound)
                 places = tl.cumsum(left.to(tl.int32), axis=0) - 1
                 begin = (row * num_blocks + block) * BLOCK
@@ -194,7 +211,7 @@ def _finish(
     processed,  # [N, V] float32, written
     scores,  # [N, blocks] float32
     winners,  # [N, blocks] int32
-    maxima,  # [N, groups] float32
+    bounds,  # [N, 2] float32
     values,  # [N, blocks, BLOCK] float32
     ids,  # [N, blocks, BLOCK] int32
     sizes,  # [N, blocks] int32
@@ -207,8 +224,6 @@ def _finish(
     DRAWN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
     PART: tl.constexpr,
 ):
     """Program (row)."""
@@ -219,12 +234,10 @@ def _finish(
     if FILTERED:
         raced = not _is_filtered(row, temperature, top_k, top_p, min_p)
         if not raced:
-            groups = _groups(maxima, row, num_blocks * (BLOCK // GROUP), GROUPS)
-            top = tl.max(groups, axis=0)
+            top, bound = tl.load(bounds + 2 * row), tl.load(bounds + 2 * row + 1)
             token = tl.full((), -1, tl.int32)
             if top > MINUS_INF:
                 options = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-                bound = bound_of(groups, *options, num_tokens, GROUPS)
                 blocks = tl.arange(0, BLOCKS)
                 real = blocks < num_blocks
                 place = row * num_blocks
@@ -389,22 +402,38 @@ def _launch(
     seeds, positions, purpose = (options[1], options[1], 0) if streams is None else streams
     vectors = [tensor.contiguous() for tensor in (*options, seeds, positions)]
     group_room, room = (num_groups, num_blocks * block) if filtered else (1, 1)
-    best = (processed, empty(num_blocks), empty(num_blocks, dtype=whole), empty(group_room))
+    best = (processed, empty(num_blocks), empty(num_blocks, dtype=whole))
+    maxima, bounds = empty(group_room), empty(2)
     left = (
+        bounds,
         empty(room),
         empty(room, dtype=whole),
         empty(num_blocks, dtype=whole),
         empty(num_blocks),
     )
     drawn, sizes = streams is not None, (num_tokens, num_blocks)
-    flags = {"FILTERED": filtered, "WRITTEN": written, "BLOCK": block, "GROUP": group}
+    flags = {"FILTERED": filtered, "WRITTEN": written, "BLOCK": block}
     given = (logits, logits.stride(0), *vectors[:4])
     _scale[(num_rows, num_blocks)](
-        *given, *vectors[4:], purpose, *best, *sizes, **flags, DRAWN=drawn, num_warps=8
+        *given,
+        *vectors[4:],
+        purpose,
+        *best,
+        maxima,
+        *sizes,
+        **flags,
+        DRAWN=drawn,
+        GROUP=group,
+        num_warps=8,
     )
-    flags |= {"BLOCKS": blocks, "GROUPS": triton.next_power_of_2(num_groups)}
+    if filtered:
+        groups = triton.next_power_of_2(num_groups)
+        _bound[(num_rows,)](
+            *vectors[:4], maxima, bounds, num_tokens, num_groups, GROUPS=groups, num_warps=4
+        )
+    flags["BLOCKS"] = blocks
     if filtered or (greedy and written):
-        _narrow[(num_rows, num_blocks)](*given, *best, *left, *sizes, **flags, num_warps=8)
+        _narrow[(num_rows, num_blocks)](*given, *best, *left, *sizes, **flags, **NARROWING)
     if drawn or filtered:
         _finish[(num_rows,)](
             *vectors,

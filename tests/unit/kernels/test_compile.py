@@ -22,7 +22,9 @@ FEW_BYTES = 16
 # Steps between products, several of whose programs share a multiprocessor and exchange sums alone.
 STEPS = {"_normalise", "_rotate", "_gate"}
 MOST_REGISTERS_OF_STEPS, MOST_SHARED_BYTES_OF_STEPS = 48, 4096
-DRAWS = {"_scale", "_narrow", "_finish", "_score"}
+# Of draws, none of which spills. A multiprocessor has room for two programs of `_narrow` and for four
+# of `_finish`.
+DRAWS = {"_scale": 80, "_bound": 64, "_narrow": 64, "_finish": 128, "_score": 80}
 # Eight registers at most, in prompts and in a dtype that no device serves; half as many keys a step
 # would mend them, which no device has timed.
 EXCEPTIONS = {
@@ -48,7 +50,8 @@ def fits(told: dict) -> bool:
         return small and told["registers"] <= MOST_REGISTERS_OF_STEPS and not told["stack"]
     few = 0 if name in DRAWS else EXCEPTIONS.get((told["label"], capability), FEW_BYTES)
     small = told["shared"] <= LIMITS[capability].shared_bytes
-    return small and told["registers"] <= MOST_REGISTERS and told["stack"] <= few
+    most = DRAWS.get(name, MOST_REGISTERS)
+    return small and told["registers"] <= most and told["stack"] <= few
 
 
 def misfits(variants: list[dict]) -> list[dict]:
@@ -98,3 +101,4 @@ def test_a_misfit_is_found() -> None:
         assert misfits([at_most | change]) == [at_most | change]
     for name in ("_gate of steps", "_scale of draw"):
         assert misfits([at_most | {"label": name, "stack": 8, "registers": 40, "shared": 0}])
+    assert misfits([at_most | {"label": "_narrow of draw", "registers": 72}])
