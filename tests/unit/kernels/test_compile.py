@@ -22,9 +22,9 @@ FEW_BYTES = 16
 # Steps between products, several of whose programs share a multiprocessor and exchange sums alone.
 STEPS = {"_normalise", "_rotate", "_gate"}
 MOST_REGISTERS_OF_STEPS, MOST_SHARED_BYTES_OF_STEPS = 48, 4096
-# Of draws, none of which spills. A multiprocessor has room for two programs of `_narrow` and for four
+# Of draws, none of which spills. A multiprocessor has room for two programs of `_narrow` and three
 # of `_finish`.
-DRAWS = {"_scale": 80, "_bound": 64, "_narrow": 64, "_finish": 128, "_score": 80}
+DRAWS = {"_scale": 80, "_bound": 64, "_narrow": 64, "_finish": 160, "_score": 80}
 # Eight registers at most, in prompts and in a dtype that no device serves; half as many keys a step
 # would mend them, which no device has timed.
 EXCEPTIONS = {
