@@ -182,21 +182,15 @@ def kept_by_cuts(scaled: torch.Tensor, cuts: torch.Tensor) -> torch.Tensor:
 
 
 def test_cuts_keep_what_is_written(poisoned_empty: None) -> None:
-    """Of every kind of row under every kind of filter."""
-    by_id = 0
-    for seed in (0, 3):
-        logits = torch.cat([adversarial(kind, seed, 90) for kind in KINDS])
-        rows = mixed(len(KINDS) + seed, 90)[1].select(slice(seed, None))
-        cuts = filter_cuts(logits, rows, block=32)
-        unfiltered = SamplingRows.of(rows.temperature.tolist())
-        greedy = rows.temperature == 0
-        scaled = process(logits, unfiltered, impl="torch")[~greedy]
-        found = process(logits, rows, impl="triton")[~greedy]
-        kept = kept_by_cuts(scaled, cuts[~greedy])
-        assert torch.equal(found, scaled.masked_fill(~kept, -math.inf))
-        assert not (cuts[greedy] - torch.tensor([-(2**31), 0])).any(), "a greedy row keeps all"
-        by_id += int((cuts[:, 1] > 0).sum())
-    assert by_id, "sets must end within ties"
+    kinds = ["steps", "plain", "two levels", "wide", "equal", "not finite", "nothing"]
+    logits, rows = torch.cat([adversarial(kind, 3, 90) for kind in kinds]), mixed(len(kinds), 90)[1]
+    cuts, greedy = filter_cuts(logits, rows, block=64), rows.temperature == 0
+    scaled = process(logits, SamplingRows.of(rows.temperature.tolist()), impl="torch")
+    kept = kept_by_cuts(scaled, cuts)
+    found = process(logits, rows, impl="triton")
+    assert torch.equal(found[~greedy], scaled.masked_fill(~kept, -math.inf)[~greedy])
+    assert cuts[greedy].tolist() == [[-(2**31), 0]], "a greedy row keeps all"
+    assert int((cuts[:, 1] > 0).sum()) >= 2, "sets must end within ties"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
