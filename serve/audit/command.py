@@ -23,6 +23,7 @@ import torch
 from draftsmith.config import check_limits
 from draftsmith.errors import UserError
 from draftsmith.files import check_file, write_json
+from draftsmith.progress import say
 from draftsmith.prompts.suites import check_suite
 from draftsmith.serve.audit.client import AuditClient, AuditCounters
 from draftsmith.serve.audit.config import AuditConfig
@@ -118,6 +119,7 @@ def audit_server(
         )
     )
     client = client.reporting(config.k)
+    say(f"asking {config.url} for {config.contexts} contexts")
     contexts = make_contexts(client, config)
     before = client.counters()
     checks = [*declared(client), *greedy_checks(config, client, plain, distributions, contexts)]

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from draftsmith.progress import say
 from draftsmith.serve.audit.client import AuditClient
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.reference import CoarseDistribution, DistributionBook, Text
@@ -51,6 +52,7 @@ def greedy_checks(
     checks = []
     known: list[CoarseDistribution] = []
     for index, context in enumerate(contexts):
+        say(f"greedy text of context {index}, of {len(contexts)} contexts")
         tokens = continuation(client, config, context)
         texts = [(*context, *tokens[:place]) for place in range(len(tokens))]
         distributions.fetch(texts)
@@ -155,6 +157,8 @@ def together_checks(
 ) -> list[Check]:
     """One check per request; see the module."""
     asked = requests(config, client, contexts)
+    longest = max(len(one.text) for one in asked)
+    say(f"{len(asked)} greedy texts of up to {longest} tokens of context, each alone, then together")
     alone = [answer(client, config, one) for one in asked]
     crowd = replace(client, concurrency=len(asked))
     beside = crowd.map(lambda one: answer(client, config, one), asked)

@@ -30,6 +30,7 @@ from draftsmith.files import (
     write_page,
 )
 from draftsmith.kernels.acceptance import DraftCost, bucket_of, label_of
+from draftsmith.progress import say
 from draftsmith.prompts.suites import most_tokens, read_suite
 from draftsmith.train.config import EvalConfig, UnrollConfig
 from draftsmith.train.data.dataset import TokenSequence
@@ -203,6 +204,7 @@ def evaluate_at(
     texts: BySource,
     k: int,
 ) -> OfFolders:
+    say(f"counting the rounds of {sum(map(len, texts.values()))} texts at T={temperature:g}")
     counts = {
         path: counts_of(config, temperature, target, drafter, own, k) for path, own in texts.items()
     }

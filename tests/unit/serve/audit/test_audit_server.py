@@ -382,10 +382,15 @@ def test_a_fork_within_the_margin_beside_others_is_noise() -> None:
 
 
 @pytest.mark.parametrize("slip, verdict", [(None, "lossless"), (5, "lossy")])
-def test_temperature_0_audits_greedy_text_alone(slip: int | None, verdict: str) -> None:
+def test_temperature_0_audits_greedy_text_alone(
+    slip: int | None, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = audit(ChainServer(greedy_slip=slip), replace(CONFIG, temperature=0.0))
     assert report.verdict == verdict
     assert all("greedy" in check.name or check.kind == "control" for check in report.checks)
+    # What a slow server is waited for.
+    said = [line for line in capsys.readouterr().err.splitlines() if "draftsmith: " in line]
+    assert len(said) == 2 + CONFIG.contexts and "6 greedy texts of up to 512" in said[-1]
 
 
 def test_answers_without_drafts_give_no_verdict() -> None:
