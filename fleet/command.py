@@ -8,6 +8,7 @@ from draftsmith.config import check_limits
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.store.layout import StoreError
+from draftsmith.progress import say_loading
 
 # Loaded with its action: publishing needs what showing does not.
 RUNS = {
@@ -21,6 +22,8 @@ RUNS = {
 
 def run(config: FleetConfig) -> int:
     check_limits(config)
+    if config.action == "publish":
+        say_loading()
     module, _, name = RUNS[config.action].partition(":")
     try:
         return int(getattr(importlib.import_module(module), name)(config) or 0)

@@ -22,7 +22,7 @@ def run(config: FleetConfig, stop: threading.Event | None = None) -> int:
     if config.to is None:
         raise UserError("fleet publish needs the address that engines read; give --to")
     root, stop = Path(config.versions), stop or threading.Event()
-    if not root.is_dir():
+    if config.once and not root.is_dir():
         raise UserError(
             f"versions folder {config.versions!r} does not exist; start draftsmith distill first"
         )
@@ -43,11 +43,22 @@ def run(config: FleetConfig, stop: threading.Event | None = None) -> int:
         event=say,
     )
     steps = [mirror.step, *([controller.step] if controller else [])]
-    with folder_lock(root, "publisher", option="versions"), stopping(stop):
-        loop(steps, config, stop)
+    with stopping(stop):
+        await_learner(root, config, stop)
+        if not stop.is_set():
+            with folder_lock(root, "publisher", option="versions"):
+                loop(steps, config, stop)
     if config.once and mirror.damage:
         raise UserError(mirror.damage)
     return 0
+
+
+def await_learner(root: Path, config: FleetConfig, stop: threading.Event) -> None:
+    """A learner that was started with the publisher makes its folder when it has loaded."""
+    if not root.is_dir():
+        say(f"waiting for versions folder {config.versions!r}, which draftsmith distill makes")
+    while not root.is_dir() and not stop.wait(config.poll_s):
+        pass
 
 
 def controller_of(store: VersionStore, root: Path, config: FleetConfig) -> Controller | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 
 from draftsmith.cli import main
 from draftsmith.drafters import versions
+from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.rollout import show
+from draftsmith.fleet.rollout.command import run as publish
 from draftsmith.fleet.rollout.show import html, view_of
 from draftsmith.fleet.store.layout import EngineStatus, Rollout, StoreUnreachable
 from draftsmith.fleet.store.store import VersionStore
@@ -61,10 +64,36 @@ def test_publishing_needs_a_learners_folder_an_address_and_known_layouts(
         "",
         "draftsmith: error: fleet publish needs the address that engines read; give --to\n",
     )
-    assert "does not exist; start draftsmith distill first" in run(*here, "--to", "s")[2]
+    assert "does not exist; start draftsmith distill first" in run(*here, "--to", "s", "--once")[2]
     assert "it must be one of vllm" in run(*here, "--to", "s", "--layouts", "vlm")[2]
     assert "'keep' is -1; it must be at least 0" in run(*here, "--keep", -1)[2]
     assert run("publish", "--versions", tmp_path, "--to", "nothing://s", "--once")[0] == 2
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_publisher_waits_for_the_folder_of_its_learner(
+    comes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The three commands of a guide are started at once, and the learner loads a target first."""
+    root, stop = tmp_path / "learner", threading.Event()
+    store = VersionStore(str(tmp_path / "store"), cache=tmp_path / "cache")
+
+    def learner() -> None:
+        while "waiting for versions folder" not in (said := capsys.readouterr().out):
+            assert not said
+            time.sleep(0.01)
+        if comes:
+            learn(root)
+            while store.current_or_none() is None:
+                time.sleep(0.01)
+        stop.set()
+
+    other = threading.Thread(target=learner)
+    other.start()
+    options = {"versions": str(root), "to": store.url, "layouts": (), "poll_s": 0.01}
+    assert publish(FleetConfig(action="publish", **options), stop) == 0
+    other.join()
+    assert store.current_or_none() == (1 if comes else None) and root.exists() is comes
 
 
 def test_a_second_publisher_of_a_folder_is_refused(run: Run, tmp_path: Path) -> None:
