@@ -196,10 +196,12 @@ class Position(NamedTuple):
 
 
 def positions_of(text: ServedText, row: int, *, max_depth: int, max_length: int) -> list[Position]:
-    """Accepted positions and the first rejected one of each round."""
+    """Accepted positions and the first rejected one of each round, whose context became text."""
     found = []
     for record in text.records:
-        known = min(len(record.p), record.accepted + 1, max_depth, max_length - record.position)
+        # The end of an answer may trim accepted tokens off.
+        behind = min(record.accepted, len(record.committed)) + 1
+        known = min(len(record.p), behind, max_depth, max_length - record.position)
         found += [Position(row, LoggedPosition(record, depth)) for depth in range(known)]
     return found
 

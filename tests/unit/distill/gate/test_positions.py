@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from draftsmith.distill.gate.logged import DraftedPositions, LoggedPosition, Position
+from draftsmith.distill.buffer.traffic import stitch
+from draftsmith.distill.gate.logged import (
+    DraftedPositions,
+    LoggedPosition,
+    Position,
+    positions_of,
+)
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.record import Distribution
 from tests.round_records import round_record
@@ -63,3 +69,16 @@ def test_each_position_is_read_at_its_depth() -> None:
         )
         torch.testing.assert_close(drafted.logits(slice(0, 4)), wanted)
         torch.testing.assert_close(drafted.logits(slice(1, 3)), wanted[1:3])
+
+
+def test_accepted_tokens_that_the_end_of_an_answer_trims_off_are_no_positions() -> None:
+    """A request for one token more, whose three drafts were accepted: the text holds no context of
+    the second and third."""
+    record = round_record(
+        position=3, context=[1, 1, 1], drafted=[1, 1, 1], accepted=3, committed=[1],
+        p=[Distribution([], [], 1.0)] * 3,
+    )  # fmt: skip
+    text = stitch([record])
+    assert text is not None and len(text.tokens) == 4
+    found = positions_of(text, 0, max_depth=3, max_length=100)
+    assert [one.absolute for one in found] == [3, 4]
