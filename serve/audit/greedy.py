@@ -158,7 +158,7 @@ def together_checks(
     """One check per request; see the module."""
     asked = requests(config, client, contexts)
     longest = max(len(one.text) for one in asked)
-    say(f"{len(asked)} greedy texts of up to {longest} tokens of context, each alone, then together")
+    say(f"{len(asked)} greedy texts behind up to {longest} tokens, each alone, then together")
     alone = [answer(client, config, one) for one in asked]
     crowd = replace(client, concurrency=len(asked))
     beside = crowd.map(lambda one: answer(client, config, one), asked)

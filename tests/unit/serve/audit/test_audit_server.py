@@ -390,7 +390,7 @@ def test_temperature_0_audits_greedy_text_alone(
     assert all("greedy" in check.name or check.kind == "control" for check in report.checks)
     # What a slow server is waited for.
     said = [line for line in capsys.readouterr().err.splitlines() if "draftsmith: " in line]
-    assert len(said) == 2 + CONFIG.contexts and "6 greedy texts of up to 512" in said[-1]
+    assert len(said) == 2 + CONFIG.contexts and "6 greedy texts behind up to 512" in said[-1]
 
 
 def test_answers_without_drafts_give_no_verdict() -> None:
