@@ -94,7 +94,14 @@ def stopping(stop: threading.Event) -> Iterator[None]:
     handled = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
         handled.append(signal.SIGHUP)
-    with on_signals(stop.set, *handled):
+
+    def end() -> None:
+        if not stop.is_set():
+            with suppress(OSError):  # not printed, as a line may be half printed just now
+                os.write(2, b"\ndraftsmith: stopping after the work in hand\n")
+        stop.set()
+
+    with on_signals(end, *handled):
         yield
 
 

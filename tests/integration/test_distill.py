@@ -239,7 +239,9 @@ def test_records_of_another_target_are_left_out(
     assert 0 < status["foreign"] < status["records"]
 
 
-def test_a_closed_terminal_saves_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_terminal_saves_and_stops(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = signal.getsignal(signal.SIGHUP)
     for given, stops in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
         monkeypatch.setattr(signal, "getsignal", lambda number, given=given: given)
@@ -248,6 +250,7 @@ def test_a_closed_terminal_saves_and_stops(monkeypatch: pytest.MonkeyPatch) -> N
         with daemon.stopping(stop):
             os.kill(os.getpid(), signal.SIGHUP)
         assert stop.is_set() == stops
+        assert ("stopping after the work in hand" in capfd.readouterr().err) == stops
     signal.signal(signal.SIGHUP, before)
 
 
