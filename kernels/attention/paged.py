@@ -9,7 +9,6 @@ position, each has a kv index of its own.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,19 +50,11 @@ class PagedPass:
         self.pool, self.positions = pool, positions
         self.layout = PassLayout(block_tables, positions, lengths, tree)
         self.context = attention_context(pool.keys[0], pool.block_size, self.layout, impl=impl)
-        if not isinstance(self.context, CompiledContext):
-            _ = self.slots  # within the pass, where a graph may capture it
 
-    @cached_property
+    @property
     def slots(self) -> torch.Tensor:
         """[T] int64, where the pass's keys and values are written."""
-        lengths, kv_indices = self.layout.lengths, self.layout.kv_indices
-        rows = (
-            0
-            if len(lengths) == 1
-            else torch.repeat_interleave(lengths, output_size=len(kv_indices))
-        )
-        return self.pool.slots_of(self.layout.block_tables, rows, kv_indices)
+        return self.context.slots
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring

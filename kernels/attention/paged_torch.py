@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from draftsmith.kernels.attention.pool import PassLayout, Scoring, Window, oldest_seen
+from draftsmith.kernels.attention.pool import PassLayout, Scoring, Window, oldest_seen, slots_of
 from draftsmith.kernels.dispatch import reads_freely
 
 NUM_BITS = 63  # of a tree's `ancestors`; the sign is not one of them
@@ -125,10 +125,18 @@ class GatheredContext:
     def __init__(self, block_size: int, layout: PassLayout):
         self.block_size, self.kv_indices = block_size, layout.kv_indices
         self.block_tables, self.positions, lengths, self.tree = layout
-        self._row_lengths: list[int] = lengths.tolist()
+        self._lengths, self._row_lengths = lengths, lengths.tolist()
         # Masks of pieces of long rows are made again in each layer rather than kept together.
         self._keeps = max(self._row_lengths, default=0) < _MOST_QUERIES
         self._parts: dict[tuple[Window | None, int], list[_Part]] = {}
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """[T] int64, where the pass's keys and values are written."""
+        rows: torch.Tensor | int = 0
+        if len(self._lengths) > 1:
+            rows = torch.repeat_interleave(self._lengths, output_size=len(self.kv_indices))
+        return slots_of(self.block_size, self.block_tables, rows, self.kv_indices)
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: Scoring

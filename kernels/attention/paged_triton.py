@@ -1,6 +1,8 @@
 """Paged attention in Triton, one kernel for prompt pieces, chains, trees and single tokens of any
 mix of rows.
 
+`_lay_out`, once a pass: where rows start, and the slots of its tokens.
+
 `_attend`, program (tile, kv head, split): a tile is some tokens of one row times the query heads
 that share the kv head, so that each key is read once for all of them; more heads than a tile holds
 are several parts. A split is a share of the row's context (flash decoding). Softmax runs online.
@@ -46,6 +48,42 @@ _MOST_SPLITS = 64
 _PROGRAMS = 2
 # Rows of a pass that a program looks at in one go, each a variant of the kernel.
 _ROWS = (64, 512, 4096)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "num_tickets", "table_stride"],
+    do_not_specialize_on_alignment=["lengths", "block_tables", "kv_indices", "starts", "tickets"],
+)
+def _lay_out(
+    lengths,  # [B] int64
+    block_tables,  # [B, max_blocks] int64
+    kv_indices,  # [T] int64
+    slots,  # [T] int64, written
+    starts,  # [B + 1] int64, written
+    tickets,  # [num_tickets] int64, written: zeros
+    table_stride,
+    num_rows,  # B
+    num_tokens,  # T
+    num_tickets,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TICKETS: tl.constexpr,
+):
+    """Program p: `TOKENS` tokens; the first one also what is not of tokens."""
+    rows = tl.arange(0, ROWS)
+    ends = tl.cumsum(tl.load(lengths + rows, mask=rows < num_rows, other=0), axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(starts, 0)
+        tl.store(starts + 1 + rows, ends, mask=rows < num_rows)
+        every = tl.arange(0, TICKETS)
+        tl.store(tickets + every, tl.zeros((TICKETS,), tl.int64), mask=every < num_tickets)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = tokens < num_tokens
+    row = tl.sum((ends[None, :] <= tokens[:, None]).to(tl.int64), axis=1)
+    index = tl.load(kv_indices + tokens, mask=inside, other=0)
+    block = tl.load(block_tables + row * table_stride + index // BLOCK_SIZE, mask=inside, other=0)
+    tl.store(slots + tokens, block * BLOCK_SIZE + index % BLOCK_SIZE, mask=inside)
 
 
 @triton.jit
@@ -328,22 +366,43 @@ class TritonContext:
     block_size: int
     block_tables: torch.Tensor  # [B, max_blocks]
     positions: torch.Tensor  # [T]
+    slots: torch.Tensor  # [T]
     starts: torch.Tensor  # [B + 1], where each row starts in T
     tree: TreeLayout | None
     tickets: torch.Tensor  # zeros of this pass alone, `_PROGRAMS` for every multiprocessor
     num_splits: int | None = None  # None: enough to fill the device
 
     @classmethod
+    @on_its_device
     def of(cls, block_size: int, layout: PassLayout) -> TritonContext:
         block_tables, positions, lengths, tree = layout
-        num_tickets = _PROGRAMS * limits_of(lengths.device).num_multiprocessors
-        # One padding gives the first start and the tickets.
-        padded = torch.nn.functional.pad(lengths.cumsum(0), (1, num_tickets))
-        starts, tickets = padded.split((len(lengths) + 1, num_tickets))
         # The kernel steps by one number, and a number that was expanded over a row has no step.
         if tree is not None:
             tree = type(tree)(*(part.contiguous() for part in tree))
-        return cls(block_size, block_tables, positions.contiguous(), starts, tree, tickets)
+        positions = positions.contiguous()
+        kv_indices = positions if tree is None else tree.kv_indices
+        num_rows, num_tokens = len(lengths), len(positions)
+        num_tickets = _PROGRAMS * limits_of(lengths.device).num_multiprocessors
+        sizes = (num_tokens, num_rows + 1, num_tickets)
+        made = torch.empty(sum(sizes), dtype=torch.int64, device=lengths.device).split(sizes)
+        rows = _bucket(num_rows, _ROWS)
+        tokens = max(1, _ROWS[-1] // rows)
+        _lay_out[(max(1, triton.cdiv(num_tokens, tokens)),)](
+            lengths.contiguous(),
+            block_tables,
+            kv_indices,
+            *made,
+            block_tables.stride(0),
+            num_rows,
+            num_tokens,
+            num_tickets,
+            BLOCK_SIZE=block_size,
+            ROWS=rows,
+            TOKENS=tokens,
+            TICKETS=next_power_of_2(num_tickets),
+        )
+        slots, starts, tickets = made
+        return cls(block_size, block_tables, positions, slots, starts, tree, tickets)
 
     @on_its_device
     def attend(

@@ -69,8 +69,7 @@ class PagedPool:
         self, block_tables: torch.Tensor, rows: torch.Tensor | int, kv_indices: torch.Tensor
     ) -> torch.Tensor:
         """`kv_indices` [n] of `rows` [n] of `block_tables` [B, max_blocks] -> [n] int64."""
-        size = self.block_size
-        return block_tables[rows, kv_indices // size] * size + kv_indices % size
+        return slots_of(self.block_size, block_tables, rows, kv_indices)
 
     def move_slots(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy keys and values of slots `sources` [n] to `slots` [n] in every layer; the two may
@@ -78,6 +77,13 @@ class PagedPool:
         for tensor in (*self.keys, *self.values):
             # All is read before anything is written.
             tensor.index_copy_(0, slots, tensor.index_select(0, sources))
+
+
+def slots_of(
+    size: int, block_tables: torch.Tensor, rows: torch.Tensor | int, kv_indices: torch.Tensor
+) -> torch.Tensor:
+    """As `PagedPool.slots_of`, of blocks of `size` positions."""
+    return block_tables[rows, kv_indices // size] * size + kv_indices % size
 
 
 class TreeLayout(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftsmith.kernels.attention import paged_triton
 from draftsmith.kernels.attention.paged_triton import TritonContext
-from draftsmith.kernels.attention.pool import Scoring, TreeLayout, Window
+from draftsmith.kernels.attention.pool import PassLayout, Scoring, TreeLayout, Window
 from draftsmith.kernels.attention.tiles import DeviceLimits
 from draftsmith.kernels.divergence import rows_triton as divergence
 from draftsmith.kernels.divergence.kind import kind_of
@@ -127,15 +128,8 @@ def attend(
         return empty(num_tokens + shift).split([shift, num_tokens])[1]
 
     tree = TreeLayout(*(of_tokens() for _ in range(3))) if has_tree else None
-    context = TritonContext(
-        block_size,
-        empty(num_rows, max_blocks),
-        of_tokens(),
-        empty(num_rows + 1),
-        tree,
-        empty(2 * 132),
-        num_splits,
-    )
+    layout = PassLayout(empty(num_rows, max_blocks), of_tokens(), empty(num_rows), tree)
+    context = replace(TritonContext.of(block_size, layout), num_splits=num_splits)
     query = empty(1, num_tokens, heads.num_heads, heads.key_dim, dtype=dtype).transpose(1, 2)
     sinks = empty(heads.num_heads, dtype=dtype) if heads.has_sinks else None
     context.attend(

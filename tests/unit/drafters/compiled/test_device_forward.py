@@ -142,7 +142,7 @@ def of_layers(tiny_target, monkeypatch) -> Callable[..., Target]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("arch", "most", "most_beside", "fewest_own"),
-    [("llama", 9, 21, 40), ("qwen3", 9, 21, 56), ("gemma2", 11, 25, 59)],
+    [("llama", 9, 15, 40), ("qwen3", 9, 15, 56), ("gemma2", 11, 19, 59)],
 )
 def test_a_layer_is_nine_launches(of_layers, arch, most, most_beside, fewest_own, capsys) -> None:
     counts = {

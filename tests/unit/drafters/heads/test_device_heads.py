@@ -140,7 +140,7 @@ def launches(head: FeatureHead) -> Launches:
 
 
 # Launches of a step: own forward, captured one.
-STEPS = {"eagle3": (76, 29), "mtp": (87, 33)}
+STEPS = {"eagle3": (69, 22), "mtp": (80, 26)}
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.long)])
