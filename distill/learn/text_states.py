@@ -121,7 +121,8 @@ class TargetFolder:
     """`--target` of a learner.
 
     Writers replace a folder by one rename, or write a new folder and then its name into the file. A
-    copy that is still growing is left alone: files must look alike for `SETTLED_S`.
+    copy that is still growing is left alone: files must look alike for `SETTLED_S`. A newly named
+    folder is whole, and the next may be named before it is looked at twice.
     """
 
     def __init__(self, target: str):
@@ -165,4 +166,7 @@ class TargetFolder:
         found, now_s = self._look(), time.monotonic()
         if found != self.seen:
             self.seen, self.seen_s = found, now_s
-        return bool(found) and found != self.loaded and now_s - self.seen_s >= SETTLED_S
+        if not found or found == self.loaded:
+            return False
+        is_named = Path(found[0][0]).parent != Path(self.folder)
+        return is_named or now_s - self.seen_s >= SETTLED_S

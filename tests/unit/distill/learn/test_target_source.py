@@ -51,9 +51,8 @@ def test_a_copy_that_grows_is_left_alone_until_it_is_whole(
     assert not source.is_new and not source.has_settled(), "in the middle of a replacement"
 
 
-def test_a_file_names_the_folder_and_the_folder_its_weights(
-    tmp_path: Path, later: Callable[[], None]
-) -> None:
+@pytest.mark.usefixtures("later")
+def test_a_file_names_the_folder_and_the_folder_its_weights(tmp_path: Path) -> None:
     weights(tmp_path / "step-1", "a")
     (weights(tmp_path / "step-2", "b") / text_states.WEIGHT_VERSION).write_text("2\n")
     named = tmp_path / "current"
@@ -61,10 +60,10 @@ def test_a_file_names_the_folder_and_the_folder_its_weights(
     source = TargetFolder(str(named))
     assert (source.folder, source.weight_version) == (str(tmp_path / "step-1"), "")
     (tmp_path / "new").write_text("step-2\n")
+    weights(tmp_path / "step-1", "of another step")
+    assert not source.has_settled(), "a named folder that grows"
     os.replace(tmp_path / "new", named)
-    assert not source.has_settled()
-    later()
-    assert source.has_settled()
+    assert source.has_settled(), "a learner that looks more rarely than folders come follows too"
     again = TargetFolder(str(named))
     assert (again.folder, again.weight_version) == (str(tmp_path / "step-2"), "2")
     assert not again.is_new
