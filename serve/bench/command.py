@@ -338,7 +338,13 @@ def started(arguments: list[str], *, timeout_s: float, api_key: str | None = Non
 
 def _wait(process: subprocess.Popen, url: str, log: Path, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
+    num_told = 0
     while time.monotonic() < deadline_s:
+        *lines, _ = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        for line in lines[num_told:]:
+            if told := line.partition(" INFO draftsmith: ")[2]:
+                say(told)
+        num_told = len(lines)
         if process.poll() is not None:
             said = log.read_text(encoding="utf-8", errors="replace").strip() or "nothing"
             last = said.split("\n")[-1]

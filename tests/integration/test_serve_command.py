@@ -201,7 +201,9 @@ def test_bench_starts_a_server_and_compares_off_with_on(
         case["num_tokens"] == 2 * 4 * 24 and case["tokens_per_s"] > 0 for case in found["cases"]
     )
     assert found["cases"][0]["acceptance"] is None and found["cases"][1]["acceptance"]["rounds"] > 0
-    assert len(found["ratios"]) == 2 and "speculation on / off" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert len(found["ratios"]) == 2 and "speculation on / off" in shown.out
+    assert f"draftsmith: loading {tiny_target('llama')}\n" in shown.err
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
