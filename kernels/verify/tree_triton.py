@@ -1,7 +1,11 @@
 """Tree verification in Triton: three launches that read only the rows of nodes which a walk visits.
 
-1. `_walk`: one program per request goes down its tree. At a node it reads the distributions of p
-  and q once for their normalisers, and once more for every further sibling after a rejection.
+1. `_walk`: goes down each tree, a pass over the vocabulary at a time. A pass reads the rows of a
+  node for their normalisers, or once more for a further sibling after a rejection. Each program has
+  a slice of one pass of a request, in the order of tickets that they take: all requests' first
+  passes, then all second ones. The last program of a pass decides what follows, and those of the
+  next pass wait for it. Programs of earlier tickets have begun by then and wait for no later one:
+  the wait ends whatever the order in which a device starts programs.
 2. `_race`: one program per block of each deciding row; log of what is left of p, minus log E.
 3. `emit`: the winner of the blocks, and the row of output tokens.
 
@@ -51,28 +55,19 @@ from draftsmith.kernels.verify.rows_triton import (
 from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict
 
 BLOCK = 4096
-# A walk is one program alone with its rows: only loads that run ahead of the sums keep it near the
-# bandwidth.
-_STAGES = tl.constexpr(4)
+# Of a walk: tokens of a step, and the most programs of a pass. Their registers leave room for
+# four programs on a multiprocessor, so that the passes of 64 requests run at once.
+STEP, SLICES = 1024, 8
+WALKING = {"num_warps": 8, "maxnreg": 64}
+_SLICES = tl.constexpr(SLICES)
+_STAGES = tl.constexpr(4)  # loads run ahead of the sums
+_NUMBERS = tl.constexpr(6)
+# What a pass measures: the rows of a node, or what is left of them after a rejection.
+_ARRIVAL, _REST = tl.constexpr(1), tl.constexpr(2)
 # Nodes of a tree that kernels are compiled for at least.
 _FEWEST_NODES = 64
 # What differs from round to round makes no variants of its own.
 _VECTORS = ["q_rows", "tokens", "parents", "lengths", "first_rows", "seeds", "positions"]
-
-
-@triton.jit
-def _log_mass(row, num_tokens, BLOCK: tl.constexpr):
-    """(maximum, log of the sum relative to it) of the logits at `row`. Each lane sums its columns:
-    the loop reduces nothing."""
-    tops = tl.full([BLOCK], MINUS_INF, tl.float32)
-    totals = tl.zeros([BLOCK], tl.float32)
-    for begin in tl.range(0, num_tokens, BLOCK, num_stages=_STAGES):
-        columns = begin + tl.arange(0, BLOCK)
-        x = clean(tl.load(row + columns, mask=columns < num_tokens, other=MINUS_INF))
-        higher = tl.maximum(tops, x)
-        totals = totals * tl.exp(tops - finite(higher)) + tl.exp(x - finite(higher))
-        tops = higher
-    return log_total(tops, totals)
 
 
 @triton.jit
@@ -86,7 +81,36 @@ def _tried(columns, tokens, parents, node, begin, end):
 
 
 @triton.jit
-def _left_over(
+def _add_up(x, tops, totals):
+    """Maxima and sums of exponentials of lanes with x added to them."""
+    higher = tl.maximum(tops, x)
+    return higher, totals * tl.exp(tops - finite(higher)) + tl.exp(x - finite(higher))
+
+
+@triton.jit
+def _measure(
+    parts,  # [6] float32 of a slice, written
+    row,  # [V] pointer
+    begin,  # scalar, first column of the slice
+    end,  # scalar
+    BLOCK: tl.constexpr,
+):
+    """Writes the maximum of a slice of the logits at `row` and the sum of exponentials below it.
+    Each lane sums its columns: the loop reduces nothing."""
+    tops = tl.full([BLOCK], MINUS_INF, tl.float32)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(begin, end, BLOCK, num_stages=_STAGES):
+        columns = start + tl.arange(0, BLOCK)
+        x = clean(tl.load(row + columns, mask=columns < end, other=MINUS_INF))
+        tops, totals = _add_up(x, tops, totals)
+    top = tl.max(tops, axis=0)
+    tl.store(parts, top)
+    tl.store(parts + 1, tl.sum(totals * tl.exp(tops - finite(top)), axis=0))
+
+
+@triton.jit
+def _measure_rest(
+    parts,  # [6] float32 of a slice, written
     p_row,  # [V] pointer
     p_top,  # scalar
     p_log_sum,  # scalar
@@ -97,45 +121,35 @@ def _left_over(
     tokens,  # [N] int64
     parents,  # [N] int64
     node,  # scalar
-    begin,  # scalar
+    first,  # scalar
+    last,  # scalar
+    begin,  # scalar, first column of the slice
     end,  # scalar
-    num_tokens,  # V
     HAS_Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(mass left of p, log of what is left of the sum of q, relative to `q_top`) once some children
-    are rejected.
-
-    The second one is 0 where no q was given.
-    """
+    """Writes, of a slice, the mass left of p once the children of `node` among the nodes `first` ..
+    `last` - 1 are rejected, and what is left of q, relative to `q_top`, as `_measure` does."""
     mass = tl.zeros([BLOCK], tl.float32)
     tops = tl.full([BLOCK], MINUS_INF, tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
-    num_drawn = tl.where(is_drawn, num_tokens, 0)
-    for start in range(0, num_tokens, BLOCK):
+    q_end = tl.where(is_drawn, end, 0)
+    for start in range(begin, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        inside = columns < num_tokens
-        tried = _tried(columns, tokens, parents, node, begin, end)
-        log_p = logprob(
-            clean(tl.load(p_row + columns, mask=inside, other=MINUS_INF)), p_top, p_log_sum
-        )
+        tried = _tried(columns, tokens, parents, node, first, last)
+        p = clean(tl.load(p_row + columns, mask=columns < end, other=MINUS_INF))
+        log_p = logprob(p, p_top, p_log_sum)
+        left = tl.where(tried, MINUS_INF, log_p)
         if HAS_Q:
-            q = clean(tl.load(q_row + columns, mask=columns < num_drawn, other=MINUS_INF)) - finite(
-                q_top
-            )
-            left = tl.where(
-                is_drawn, log_residual(log_p, q + log_scale), tl.where(tried, MINUS_INF, log_p)
-            )
-            q = tl.where(tried, MINUS_INF, q)
-            higher = tl.maximum(tops, q)
-            totals = totals * tl.exp(tops - finite(higher)) + tl.exp(q - finite(higher))
-            tops = higher
-        else:
-            left = tl.where(tried, MINUS_INF, log_p)
+            q = clean(tl.load(q_row + columns, mask=columns < q_end, other=MINUS_INF))
+            q -= finite(q_top)
+            left = tl.where(is_drawn, log_residual(log_p, q + log_scale), left)
+            tops, totals = _add_up(tl.where(tried, MINUS_INF, q), tops, totals)
         mass += tl.exp(left)
-    top, log_sum = log_total(tops, totals)
-    log_rest = top.to(tl.float64) + log_sum.to(tl.float64)
-    return tl.sum(mass, axis=0).to(tl.float64), tl.where(is_drawn, log_rest, 0.0)
+    tl.store(parts, tl.sum(mass, axis=0))
+    top = tl.max(tops, axis=0)
+    tl.store(parts + 2, top)
+    tl.store(parts + 3, tl.sum(totals * tl.exp(tops - finite(top)), axis=0))
 
 
 @triton.jit
@@ -145,7 +159,10 @@ def _log_add(a, b):
     return top + tl.log(tl.exp(a - top) + tl.exp(b - top))
 
 
-@triton.jit(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=_VECTORS)
+@triton.jit(
+    do_not_specialize=["num_requests", "num_nodes", "num_slices"],
+    do_not_specialize_on_alignment=_VECTORS,
+)
 def _walk(
     p_logits,  # [R, V]
     p_stride,  # of a row of p_logits
@@ -161,103 +178,190 @@ def _walk(
     nodes,  # [B, N] int64, written
     drafts,  # [B, N] int64, written
     accepted,  # [B] int64, written
-    stands,  # [B, 2] int64: last node, its first tested child or -1, written
-    scales,  # [B, 4] float32: p_top, p_log_sum, q_top, log A, written
+    stands,  # [B, NUMBERS] int64, written: see `_decide`
+    scales,  # [B, 4] float32, written: p_top, p_log_sum, q_top, log A
+    log_scales,  # [B] float64, written: log A
+    parts,  # [B, slices, 4] float32, written
+    counters,  # [1 + 2 B] int32, zeros: tickets; measured slices and decided passes of each request
+    num_requests,  # B
     num_nodes,  # N
     num_tokens,  # V
+    num_slices,
+    slice_size,
     HAS_Q: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program b: the path that request b keeps, and in `stands` and `scales` what `_race` needs of
-    the node where it ends."""
-    b = tl.program_id(0).to(tl.int64)
-    length, first = tl.load(lengths + b), tl.load(first_rows + b)
-    seed, position = tl.load(seeds + b), tl.load(positions + b)
+    """Program of one ticket: a slice of the vocabulary in one pass of a request."""
+    ticket = tl.atomic_add(counters, 1)
+    number = ticket // (num_requests * num_slices)
+    b = (ticket // num_slices % num_requests).to(tl.int64)
+    own_slice = ticket % num_slices
+    decided = counters + 1 + num_requests + b
+    passes = number
+    if number > 0:
+        passes = tl.atomic_add(decided, 0, sem="acquire")
+        while passes < number:
+            passes = tl.atomic_add(decided, 0, sem="acquire")
+    if passes > num_nodes:
+        return
     tokens += b * num_nodes
     parents += b * num_nodes
-    q_rows += b * (num_nodes + 1)
-    columns = tl.arange(0, COLUMNS)
-    path = tl.full([COLUMNS], -1, tl.int64)
-    path_tokens = tl.full([COLUMNS], -1, tl.int64)
-    kept = tl.zeros((), tl.int64)
-    number = tl.zeros((), tl.int64)
-    node = kept - 1
-    begin = kept
-    pending = kept > 0
-    log_step = tl.zeros((), tl.float64)
-    log_scale = log_step + MINUS_INF
-    p_top = tl.zeros((), tl.float32)
-    p_log_sum = p_top
-    q_top = p_top
-    for i in range(num_nodes):
-        if (i < length) & (tl.load(parents + i) == node):
-            token = tl.load(tokens + i)
-            p_row = p_logits + (first + node + 1) * p_stride
-            is_drawn = length < 0
-            q_row = q_logits
-            if HAS_Q:
-                distribution = tl.load(q_rows + node + 1)
-                is_drawn = distribution >= 0
-                q_row = q_logits + tl.maximum(distribution, 0) * q_stride
-            if number == 0:
-                begin = number + i
-                p_top, p_log_sum = _log_mass(p_row, num_tokens, BLOCK)
+    stands += b * _NUMBERS
+    scales += b * 4
+    parts += b * num_slices * 4
+    later = number > 0
+    node = tl.load(stands, mask=later, other=-1, cache_modifier=".cg")
+    begin = tl.load(stands + 1, mask=later, other=-1, cache_modifier=".cg")
+    last = tl.load(stands + 2, mask=later, other=0, cache_modifier=".cg")
+    kind = tl.load(stands + 5, mask=later, other=_ARRIVAL, cache_modifier=".cg")
+    p_top = tl.load(scales, mask=later, other=0.0, cache_modifier=".cg")
+    p_log_sum = tl.load(scales + 1, mask=later, other=0.0, cache_modifier=".cg")
+    q_top = tl.load(scales + 2, mask=later, other=0.0, cache_modifier=".cg")
+    log_scale = tl.load(log_scales + b, mask=later, other=MINUS_INF, cache_modifier=".cg")
+    length = tl.load(lengths + b)
+    p_row = p_logits + (tl.load(first_rows + b) + node + 1) * p_stride
+    is_drawn = length < 0
+    q_row = q_logits
+    if HAS_Q:
+        distribution = tl.load(q_rows + b * (num_nodes + 1) + node + 1)
+        is_drawn = (distribution >= 0) & (length > 0)
+        q_row = q_logits + tl.maximum(distribution, 0) * q_stride
+    start = own_slice * slice_size
+    end = tl.minimum(start + slice_size, num_tokens)
+    own = parts + own_slice * 4
+    if kind == _ARRIVAL:
+        if length > 0:
+            _measure(own, p_row, start, end, BLOCK)
+        if is_drawn:
+            _measure(own + 2, q_row, start, end, BLOCK)
+    else:
+        _measure_rest(
+            own, p_row, p_top, p_log_sum, q_row, q_top, is_drawn, log_scale.to(tl.float32),
+            tokens, parents, node, begin, last, start, end, HAS_Q, BLOCK,
+        )  # fmt: skip
+    tl.debug_barrier()  # all of the program's writes come before its count
+    measured = tl.atomic_add(counters + 1 + b, 1, sem="acq_rel")
+    if measured == (number + 1) * num_slices - 1:
+        _decide(
+            p_row, p_top, p_log_sum, q_row, q_top, is_drawn, log_scale, tokens, parents,
+            length, tl.load(seeds + b), tl.load(positions + b), nodes + b * num_nodes,
+            drafts + b * num_nodes, accepted + b, stands, scales, log_scales + b, parts, decided,
+            number, node, begin, last, kind, num_nodes, num_slices, COLUMNS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _decide(
+    p_row,  # [V] pointer
+    p_top,
+    p_log_sum,
+    q_row,  # [V] pointer
+    q_top,
+    is_drawn,
+    log_scale,  # float64, log A
+    tokens,  # [N] int64
+    parents,  # [N] int64
+    length,
+    seed,
+    position,
+    nodes,  # [N] int64, written
+    drafts,  # [N] int64, written
+    accepted,  # int64, written
+    stands,  # [NUMBERS] int64, written: last node, its first tested child or -1, where the walk
+    # goes on, kept nodes, tested children, what the next pass measures or 0
+    scales,  # [4] float32, written
+    log_scales,  # float64, written
+    parts,  # [slices, 4] float32
+    decided,  # int32, written
+    pass_number,
+    node,
+    begin,
+    last,
+    kind,  # what this pass has measured
+    num_nodes,  # N
+    num_slices,
+    COLUMNS: tl.constexpr,
+):
+    """Goes on with a walk until the next pass is needed, or to its end."""
+    lanes = tl.arange(0, _SLICES)
+    inside = lanes < num_slices
+    parts += lanes * 4
+    of_p = tl.load(parts, mask=inside, other=MINUS_INF, cache_modifier=".cg")
+    of_q = inside & is_drawn
+    q_tops = tl.load(parts + 2, mask=of_q, other=MINUS_INF, cache_modifier=".cg")
+    q_top_left, q_log_sum = log_total(
+        q_tops, tl.load(parts + 3, mask=of_q, other=0.0, cache_modifier=".cg")
+    )
+    if kind == _ARRIVAL:
+        totals = tl.load(parts + 1, mask=inside, other=0.0, cache_modifier=".cg")
+        p_top, p_log_sum = log_total(of_p, totals)
+        q_top = q_top_left
+        log_step = -q_log_sum.to(tl.float64)
+        log_scale = log_step * 0 + MINUS_INF
+    else:
+        mass = tl.sum(tl.where(inside, of_p, 0.0), axis=0).to(tl.float64)
+        log_rest = q_top_left.to(tl.float64) + q_log_sum.to(tl.float64)
+        # Without mass left, which only rounding can bring about, p starts anew.
+        log_scale = tl.where(mass > 0, log_scale, MINUS_INF)
+        log_step = tl.log(tl.where(mass > 0, mass, 1.0)) - tl.where(is_drawn, log_rest, 0.0)
+    later = pass_number > 0
+    kept = tl.load(stands + 3, mask=later, other=0, cache_modifier=".cg")
+    number = tl.load(stands + 4, mask=later, other=0, cache_modifier=".cg")
+    here = length >= 0
+    pending = length < 0
+    needed = kept * 0
+    while (last < length) & (needed == 0):
+        if tl.load(parents + last) == node:
+            if here:
+                begin = tl.where(number == 0, last, begin)
+                token = tl.load(tokens + last)
+                q = tl.zeros((), tl.float32)
                 if is_drawn:
-                    q_top, q_log_sum = _log_mass(q_row, num_tokens, BLOCK)
-                    log_step = -q_log_sum.to(tl.float64)
-            q = tl.zeros((), tl.float32)
-            if is_drawn:
-                q = clean(tl.load(q_row + token, mask=token >= 0, other=MINUS_INF)) - finite(q_top)
-            seen = _tried(token, tokens, parents, node, begin, i)
-            if (token >= 0) & (q > MINUS_INF) & (seen == 0):
-                if pending:
-                    mass, log_rest = _left_over(
-                        p_row,
-                        p_top,
-                        p_log_sum,
-                        q_row,
-                        q_top,
-                        is_drawn,
-                        log_scale.to(tl.float32),
-                        tokens,
-                        parents,
-                        node,
-                        begin,
-                        i,
-                        num_tokens,
-                        HAS_Q,
-                        BLOCK,
-                    )
-                    # Without mass left, which only rounding can bring about, p starts anew.
-                    log_scale = tl.where(mass > 0, log_scale, MINUS_INF)
-                    log_step = tl.log(tl.where(mass > 0, mass, 1.0)) - log_rest
-                log_p = logprob(clean(tl.load(p_row + token)), p_top, p_log_sum)
-                left = log_residual(log_p, q + log_scale.to(tl.float32)).to(tl.float64)
-                log_u = tl.log(uniform(stream_key(seed, position + kept, ACCEPT), number))
-                if log_u + q.to(tl.float64) + log_step < left:
-                    path = tl.where(columns == kept, i, path)
-                    path_tokens = tl.where(columns == kept, token, path_tokens)
-                    kept += 1
-                    node = kept * 0 + i
-                    number = kept * 0 - 1
-                    pending = kept < 0
-                    log_step = log_step * 0
-                    log_scale = log_step + MINUS_INF
-                else:
-                    pending = kept >= 0
-                    if is_drawn:
-                        log_scale = _log_add(log_scale, log_step)
-            number += 1
-    tl.store(accepted + b, kept)
-    tl.store(nodes + b * num_nodes + columns, path, mask=columns < num_nodes)
-    tl.store(drafts + b * num_nodes + columns, path_tokens, mask=columns < num_nodes)
-    tl.store(stands + b * 2, node)
-    tl.store(stands + b * 2 + 1, tl.where(number > 0, begin, -1))
-    tl.store(scales + b * 4, p_top)
-    tl.store(scales + b * 4 + 1, p_log_sum)
-    tl.store(scales + b * 4 + 2, q_top)
-    tl.store(scales + b * 4 + 3, log_scale.to(tl.float32))
+                    q = clean(tl.load(q_row + token, mask=token >= 0, other=MINUS_INF))
+                    q -= finite(q_top)
+                seen = _tried(token, tokens, parents, node, begin, last)
+                if (token >= 0) & (q > MINUS_INF) & (seen == 0):
+                    if pending:
+                        needed += _REST
+                    else:
+                        log_p = logprob(clean(tl.load(p_row + token)), p_top, p_log_sum)
+                        left = log_residual(log_p, q + log_scale.to(tl.float32)).to(tl.float64)
+                        log_u = tl.log(uniform(stream_key(seed, position + kept, ACCEPT), number))
+                        if log_u + q.to(tl.float64) + log_step < left:
+                            tl.store(nodes + kept, last)
+                            tl.store(drafts + kept, token)
+                            kept += 1
+                            node = last
+                            number = kept * 0 - 1
+                            here = length < 0
+                        else:
+                            pending = length >= 0
+                            if is_drawn:
+                                log_scale = _log_add(log_scale, log_step)
+                number += tl.where(needed == 0, 1, 0)
+            else:
+                needed += _ARRIVAL
+        last += tl.where(needed == 0, 1, 0)
+    tl.store(stands, node)
+    tl.store(stands + 1, tl.where(number > 0, begin, -1))
+    tl.store(stands + 2, last)
+    tl.store(stands + 3, kept)
+    tl.store(stands + 4, number)
+    tl.store(stands + 5, needed)
+    tl.store(scales, p_top)
+    tl.store(scales + 1, p_log_sum)
+    tl.store(scales + 2, q_top)
+    tl.store(scales + 3, log_scale.to(tl.float32))
+    tl.store(log_scales, log_scale)
+    if needed == 0:
+        tl.store(accepted, kept)
+        columns = tl.arange(0, COLUMNS)
+        beyond = (columns >= kept) & (columns < num_nodes)
+        tl.store(nodes + columns, -1, mask=beyond)
+        tl.store(drafts + columns, -1, mask=beyond)
+    tl.debug_barrier()
+    tl.atomic_xchg(decided, tl.where(needed == 0, num_nodes, pass_number) + 1, sem="release")
 
 
 @triton.jit(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=_VECTORS)
@@ -274,7 +378,7 @@ def _race(
     seeds,  # [B] int64
     positions,  # [B] int64
     accepted,  # [B] int64
-    stands,  # [B, 2] int64: last node, its first tested child or -1
+    stands,  # [B, NUMBERS] int64: last node, its first tested child or -1
     scales,  # [B, 4] float32: p_top, p_log_sum, q_top, log A
     scores,  # [B, blocks, 2] float64, written
     winners,  # [B, blocks, 2] int32, written
@@ -288,7 +392,7 @@ def _race(
     itself (slot 1, the fallback)."""
     b = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    node, begin = tl.load(stands + b * 2), tl.load(stands + b * 2 + 1)
+    node, begin = tl.load(stands + b * _NUMBERS), tl.load(stands + b * _NUMBERS + 1)
     p_top, p_log_sum = tl.load(scales + b * 4), tl.load(scales + b * 4 + 1)
     q_top, log_scale = tl.load(scales + b * 4 + 2), tl.load(scales + b * 4 + 3)
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -350,7 +454,7 @@ def verify_tree_triton(
     requests = (tokens, parents, lengths, first_rows, seeds, positions)
     nodes, drafts, stands = (
         torch.empty(num_requests, width, dtype=torch.int64, device=device)
-        for width in (num_nodes, num_nodes, 2)
+        for width in (num_nodes, num_nodes, _NUMBERS.value)
     )
     accepted = torch.empty(num_requests, dtype=torch.int64, device=device)
     scales = torch.empty(num_requests, 4, dtype=torch.float32, device=device)
@@ -359,7 +463,10 @@ def verify_tree_triton(
     output = torch.empty(num_requests, num_nodes + 1, dtype=torch.int64, device=device)
     if num_requests:
         columns = max(_FEWEST_NODES, triton.next_power_of_2(num_nodes + 1))
-        _walk[(num_requests,)](
+        step = min(block, STEP)
+        slice_size = triton.cdiv(triton.cdiv(num_tokens, SLICES), step) * step
+        num_slices = triton.cdiv(num_tokens, slice_size)
+        _walk[(max(num_nodes, 1) * num_requests * num_slices,)](
             *distributions,
             *requests,
             nodes,
@@ -367,12 +474,18 @@ def verify_tree_triton(
             accepted,
             stands,
             scales,
+            torch.empty(num_requests, dtype=torch.float64, device=device),
+            torch.empty(num_requests, num_slices, 4, dtype=torch.float32, device=device),
+            torch.zeros(1 + 2 * num_requests, dtype=torch.int32, device=device),
+            num_requests,
             num_nodes,
             num_tokens,
+            num_slices,
+            slice_size,
             HAS_Q=has_q,
             COLUMNS=columns,
-            BLOCK=block,
-            num_warps=16,
+            BLOCK=step,
+            **WALKING,
         )
         _race[(num_requests, num_blocks)](
             *distributions,

@@ -22,9 +22,9 @@ FEW_BYTES = 16
 # Steps between products, several of whose programs share a multiprocessor and exchange sums alone.
 STEPS = {"_normalise", "_rotate", "_gate"}
 MOST_REGISTERS_OF_STEPS, MOST_SHARED_BYTES_OF_STEPS = 48, 4096
-# Of draws, none of which spills. A multiprocessor has room for two programs of `_narrow` and three
-# of `_finish`.
-DRAWS = {"_scale": 80, "_bound": 64, "_narrow": 64, "_finish": 160, "_score": 80}
+# Of draws and walks, none of which spills. A multiprocessor has room for two programs of `_narrow`,
+# three of `_finish` and four of `_walk`.
+LEAN = {"_scale": 80, "_bound": 64, "_narrow": 64, "_finish": 160, "_score": 80, "_walk": 64}
 # Eight registers at most, in prompts and in a dtype that no device serves; half as many keys a step
 # would mend them, which no device has timed.
 EXCEPTIONS = {
@@ -48,9 +48,9 @@ def fits(told: dict) -> bool:
     if name in STEPS:
         small = told["shared"] <= MOST_SHARED_BYTES_OF_STEPS
         return small and told["registers"] <= MOST_REGISTERS_OF_STEPS and not told["stack"]
-    few = 0 if name in DRAWS else EXCEPTIONS.get((told["label"], capability), FEW_BYTES)
+    few = 0 if name in LEAN else EXCEPTIONS.get((told["label"], capability), FEW_BYTES)
     small = told["shared"] <= LIMITS[capability].shared_bytes
-    most = DRAWS.get(name, MOST_REGISTERS)
+    most = LEAN.get(name, MOST_REGISTERS)
     return small and told["registers"] <= most and told["stack"] <= few
 
 
@@ -101,4 +101,5 @@ def test_a_misfit_is_found() -> None:
         assert misfits([at_most | change]) == [at_most | change]
     for name in ("_gate of steps", "_scale of draw"):
         assert misfits([at_most | {"label": name, "stack": 8, "registers": 40, "shared": 0}])
-    assert misfits([at_most | {"label": "_narrow of draw", "registers": 72}])
+    for name in ("_narrow of draw", "_walk of tree"):
+        assert misfits([at_most | {"label": name, "registers": 72}])
