@@ -62,23 +62,30 @@ def test_the_checkpoints_own_type_where_it_is_faster(
 
 
 @pytest.mark.parametrize(
-    "seconds, line",
+    "use, seconds, line",
     [
-        (0.5, "dtype bfloat16: the checkpoint's, 14.0 times the speed of float32 here"),
-        (50.0, "dtype float32: the checkpoint's bfloat16 has 0.14 of its speed here"),
+        ("plain", 0.5, "dtype bfloat16: the checkpoint's, 14.0 times the speed of float32 here"),
+        ("plain", 50.0, "dtype float32: the checkpoint's bfloat16 has 0.14 of its speed here"),
+        (
+            "step",
+            50.0,
+            "dtype float32: the checkpoint's bfloat16 has 0.14 of its speed in products of "
+            "training here",
+        ),
     ],
 )
 def test_the_choice_is_told_once(
     tmp_path: Path,
     folder_in: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
+    use: Use,
     seconds: float,
     line: str,
 ) -> None:
     choices, folder = times(tmp_path, float32=7.0, bfloat16=seconds), folder_in(dtype="bfloat16")
     capsys.readouterr()
     for _ in range(2):
-        found(folder, choices)
+        found(folder, choices, use)
     assert capsys.readouterr().err == f"draftsmith: {line}\n"
 
 
