@@ -157,10 +157,11 @@ def sent(device: torch.device, *columns: Sequence[int] | torch.Tensor) -> tuple[
     lengths = [len(column) for column in columns]
     sizes = [length + length % 2 for length in lengths]
     parts = sent_tensor(device, _here(_joined(columns))).split_with_sizes(sizes)
-    return tuple(
+    found = [
         part if size == length else part[:length]
         for part, size, length in zip(parts, sizes, lengths)
-    )
+    ]
+    return tuple(found)
 
 
 def _here(column: Sequence[int] | torch.Tensor) -> torch.Tensor:

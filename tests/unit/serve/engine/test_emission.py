@@ -138,8 +138,8 @@ def answers(target: Target, drafter: Any, *, overlaps: bool, values: dict[str, A
         requests.append(engine.submit(PROMPTS[index % 3], params))
 
     actions: dict[int, Callable[[], None]] = {
+        3: lambda: engine.cancel(requests[1]),
         5: lambda: submit(3),
-        6: lambda: engine.cancel(requests[1]),
         8: lambda: engine.set_k(requests[2], 2),
         9: lambda: submit(4),
         12: lambda: engine.set_k(requests[2], 0),
