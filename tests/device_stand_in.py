@@ -257,6 +257,10 @@ class HostAttention:
     def __init__(self, kind: Callable[..., Any], *given: Any):
         self.context = kind(*on_host(given))
 
+    @property
+    def slots(self) -> torch.Tensor:
+        return DeviceTensor(self.context.slots)
+
     def attend(self, *given: Any) -> torch.Tensor:
         return DeviceTensor(self.context.attend(*on_host(given)))
 
