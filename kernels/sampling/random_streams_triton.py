@@ -47,14 +47,24 @@ def uniform(key, number):
 
 
 @triton.jit
-def log_noise(key, tokens):
-    """log E of each token, E ~ Exp(1), float32; `randomness.token_noise` up to the rounding of the
-    logarithms."""
+def noise_uniform(key, tokens):
+    """float32 uniform of each token, which its noise comes from; below 1."""
     bits = mix(key + (tokens + 1).to(tl.int64) * _GOLDEN)
-    u = tl.minimum((_logical_shift(bits, 12).to(tl.float32) + 0.5) * _UNIT, _BELOW_ONE)
-    # -log1p(-u): a series where 1 - u would round u away, Kahan's correction of that rounding
-    # elsewhere.
+    return tl.minimum((_logical_shift(bits, 12).to(tl.float32) + 0.5) * _UNIT, _BELOW_ONE)
+
+
+@triton.jit
+def log_exponential(u):
+    """log E of uniforms u, E = -log1p(-u)."""
+    # A series where 1 - u would round u away, Kahan's correction of that rounding elsewhere.
     series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * 0.2))))
     rest = 1.0 - u
     exact = -tl.log(rest) * (u / tl.where(rest < 1.0, 1.0 - rest, 1.0))
     return tl.log(tl.where(u < 0.015625, series, exact))
+
+
+@triton.jit
+def log_noise(key, tokens):
+    """log E of each token, E ~ Exp(1), float32; `randomness.token_noise` up to the rounding of the
+    logarithms."""
+    return log_exponential(noise_uniform(key, tokens))

@@ -1,16 +1,14 @@
-"""Block verification in Triton: six launches that read the distributions twice, and the deciding
+"""Block verification in Triton: five launches that read the distributions twice, and the deciding
 rows once more.
 
-1. `row_stats`: maximum and sum of exponentials of every block of every row; together the row's
-  normaliser.
-2. `_reach`: one program per request: the reach r_i of its path after each draft, and after how many
-  drafts the block ends.
-3. `_mass`: one program per block of each draft distribution's row; its part of the mass of
+1. `row_stats`: maximum and sum of exponentials of every block of every row.
+2. `_reach`: one program a request: the normalisers of its rows, the reach r_i of its path after
+  each draft, and after how many drafts the block ends.
+3. `_mass`: one program a block of each draft distribution's row; its part of the mass of
   max(r_i p - q, 0).
-4. `_decide`: one program per request finds the latest i at which its uniform lets the path stand.
-5. `_race`: one program per block of each deciding row; log of max(r_i p - q, 0), or of p, minus log
+4. `_decide`: one program a request finds the latest i at which its uniform lets the path stand.
+5. `race`: one program a block of each deciding row; log of max(r_i p - q, 0), or of p, minus log
   E.
-6. `emit`: the winner of the blocks, and the row of output tokens.
 
 What is kept is O(rows x blocks). `block.verify_block` has the reference.
 """
@@ -22,158 +20,153 @@ import triton
 import triton.language as tl
 
 from draftsmith.kernels.dispatch import on_its_device
+from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean
 from draftsmith.kernels.sampling.random_streams_triton import (
     ACCEPT,
     BONUS,
     RESIDUAL,
-    log_noise,
     stream_key,
     uniform,
 )
 from draftsmith.kernels.verify.chain_triton import verify_chain_triton
-from draftsmith.kernels.verify.residual import rows_before
 from draftsmith.kernels.verify.rows_triton import (
-    FEWEST_DEPTHS,
-    MINUS_INF,
-    block_stats,
-    clean,
-    contiguous_rows,
-    emit,
-    keep_best,
+    NUM_SCALES,
+    at_depth,
+    first_row,
     log_residual,
     logprob,
-    normaliser,
+    measure_rows,
+    normalisers,
+    race_rows,
+    rows_of,
+    settle,
 )
-from draftsmith.kernels.verify.verdict import Verdict
+from draftsmith.kernels.verify.verdict import Drafts, Verdict
 
 BLOCK = 4096
 
 
 @triton.jit(
-    do_not_specialize=["num_draft"],
-    do_not_specialize_on_alignment=["draft_tokens", "lengths", "first_rows"],
+    do_not_specialize=["num_requests", "num_draft"],
+    do_not_specialize_on_alignment=["draft_tokens", "lengths", "owned"],
 )
 def _reach(
-    p_logits,  # [R, V]
-    p_stride,  # of a row of p_logits
-    p_maxima,  # [R, blocks] float32
-    p_sums,  # [R, blocks] float32, of exp(p - maximum)
+    logits,  # [R, V]
+    stride,  # of a row of logits
     q_logits,  # [B * K, V]
     q_stride,  # of a row of q_logits
-    q_maxima,  # [B * K, blocks] float32
-    q_sums,  # [B * K, blocks] float32
     draft_tokens,  # [B, K] int64
     lengths,  # [B] int64
-    first_rows,  # [B] int64, first row of p of each request
-    reaches,  # [B, K + 1] float32, written
+    owned,  # as `first_row` takes it
+    maxima,  # [2 (p, q), B, K + 1, blocks] float32
+    sums,  # [2, B, K + 1, blocks] float32
+    normals,  # [B, K + 1, NUM_SCALES] float32, written: p_top, p_log_sum, q_top, q_log_sum, log r_i
+    first_rows,  # [B] int64, written: first row of logits of each request
     lasts,  # [B] int64, written
+    num_requests,  # B
     num_draft,  # K
     num_blocks,
     BLOCKS: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    REQUESTS: tl.constexpr,
 ):
     """Program b: log r_i for i up to the end of request b's block, and where that is."""
     b = tl.program_id(0).to(tl.int64)
-    length, first = tl.load(lengths + b), tl.load(first_rows + b)
-    last = tl.zeros((), tl.int64)
+    depths = tl.arange(0, DEPTHS)
+    length, first = tl.load(lengths + b), first_row(owned, b, num_requests, REQUESTS)
+    tokens = tl.load(draft_tokens + b * num_draft + depths, mask=depths < length, other=-1)
+    offered = tokens >= 0
+    p = tl.load(logits + (first + depths) * stride + tokens, mask=offered, other=MINUS_INF)
+    q = tl.load(
+        q_logits + (b * num_draft + depths) * q_stride + tokens, mask=offered, other=MINUS_INF
+    )
+    rows = b * (num_draft + 1) + depths
+    q_rows = num_requests * (num_draft + 1) + rows
+    p_top, p_log_sum, _ = normalisers(maxima, sums, rows, depths <= length, num_blocks, BLOCKS)
+    q_top, q_log_sum, _ = normalisers(maxima, sums, q_rows, depths < length, num_blocks, BLOCKS)
+    steps = logprob(clean(p), p_top, p_log_sum) - logprob(clean(q), q_top, q_log_sum)
+    last = tl.min(tl.where(clean(q) > MINUS_INF, DEPTHS, depths), axis=0)
+    inside = depths <= num_draft
+    tl.store(normals + rows * NUM_SCALES, p_top, mask=inside)
+    tl.store(normals + rows * NUM_SCALES + 1, p_log_sum, mask=inside)
+    tl.store(normals + rows * NUM_SCALES + 2, q_top, mask=inside)
+    tl.store(normals + rows * NUM_SCALES + 3, q_log_sum, mask=inside)
     reach = tl.zeros((), tl.float32)
-    alive = length >= 0
-    tl.store(reaches + b * (num_draft + 1), reach)
-    for depth in range(num_draft):
-        token = tl.load(draft_tokens + b * num_draft + depth)
-        q_row = b * num_draft + depth
-        drawn = alive & (depth < length) & (token >= 0)
-        q = clean(tl.load(q_logits + q_row * q_stride + token, mask=drawn, other=MINUS_INF))
-        alive = drawn & (q > MINUS_INF)
-        if alive:
-            p = clean(tl.load(p_logits + (first + depth) * p_stride + token))
-            p_top, p_log_sum = normaliser(p_maxima, p_sums, first + depth, num_blocks, BLOCKS)
-            q_top, q_log_sum = normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS)
-            reach = tl.minimum(
-                reach + (logprob(p, p_top, p_log_sum) - logprob(q, q_top, q_log_sum)), 0.0
-            )
-            last += 1
-        tl.store(reaches + b * (num_draft + 1) + depth + 1, reach)
+    normals += b * (num_draft + 1) * NUM_SCALES + 4
+    tl.store(normals, reach)
+    for depth in range(last):
+        reach = tl.minimum(reach + at_depth(steps, depths, depth), 0.0)
+        tl.store(normals + (depth + 1) * NUM_SCALES, reach)
+    tl.store(first_rows + b, first)
     tl.store(lasts + b, last)
 
 
-@triton.jit
-def _left(
-    p_logits,  # [R, V]
-    p_stride,  # of a row of p_logits
-    p_maxima,  # [R, blocks] float32
-    p_sums,  # [R, blocks] float32, of exp(p - maximum)
-    q_logits,  # [B * K, V]
-    q_stride,  # of a row of q_logits
-    q_maxima,  # [B * K, blocks] float32
-    q_sums,  # [B * K, blocks] float32
-    p_row,  # scalar
-    q_row,  # scalar
-    reach,  # scalar, log r
-    columns,  # [BLOCK] token ids
-    num_tokens,  # V
-    num_blocks,
-    BLOCKS: tl.constexpr,
-):
-    """log max(r p - q, 0) of some columns."""
-    inside = columns < num_tokens
-    p = clean(tl.load(p_logits + p_row * p_stride + columns, mask=inside, other=MINUS_INF))
-    q = clean(tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=MINUS_INF))
-    p_top, p_log_sum = normaliser(p_maxima, p_sums, p_row, num_blocks, BLOCKS)
-    q_top, q_log_sum = normaliser(q_maxima, q_sums, q_row, num_blocks, BLOCKS)
-    return log_residual(logprob(p, p_top, p_log_sum) + reach, logprob(q, q_top, q_log_sum))
-
-
-@triton.jit(do_not_specialize=["num_draft"], do_not_specialize_on_alignment=["first_rows"])
+@triton.jit(do_not_specialize=["num_draft"])
 def _mass(
-    p_logits,  # [R, V]
-    p_stride,  # of a row of p_logits
-    p_maxima,  # [R, blocks] float32
-    p_sums,  # [R, blocks] float32, of exp(p - maximum)
+    logits,  # [R, V]
+    stride,  # of a row of logits
     q_logits,  # [B * K, V]
     q_stride,  # of a row of q_logits
-    q_maxima,  # [B * K, blocks] float32
-    q_sums,  # [B * K, blocks] float32
-    first_rows,  # [B] int64, first row of p of each request
-    reaches,  # [B, K + 1] float32
+    normals,  # [B, K + 1, NUM_SCALES] float32
+    first_rows,  # [B] int64
     lasts,  # [B] int64
     masses,  # [B, K, blocks] float32, written
     num_draft,  # K
     num_tokens,  # V
     num_blocks,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
     """Program (b * K + i, block). A path without any draft needs no test, so that i = 0 is left
     out."""
-    q_row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    q_row, block = tl.program_id(0), tl.program_id(1)
     b, depth = q_row // num_draft, q_row % num_draft
     if (depth == 0) | (depth >= tl.load(lasts + b)):
         return
-    reach = tl.load(reaches + b * (num_draft + 1) + depth)
-    p_row = tl.load(first_rows + b) + depth
+    q_row = q_row.to(tl.int64)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    left = _left(
-        p_logits, p_stride, p_maxima, p_sums, q_logits, q_stride, q_maxima, q_sums,
-        p_row, q_row, reach, columns, num_tokens, num_blocks, BLOCKS,
-    )  # fmt: skip
+    inside = columns < num_tokens
+    row = tl.load(first_rows + b) + depth
+    p = clean(tl.load(logits + row * stride + columns, mask=inside, other=MINUS_INF))
+    q = clean(tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=MINUS_INF))
+    normals += (q_row + b) * NUM_SCALES
+    log_p = logprob(p, tl.load(normals), tl.load(normals + 1)) + tl.load(normals + 4)
+    left = log_residual(log_p, logprob(q, tl.load(normals + 2), tl.load(normals + 3)))
     tl.store(masses + q_row * num_blocks + block, tl.sum(tl.exp(left), axis=0))
 
 
-@triton.jit(do_not_specialize=["num_draft"], do_not_specialize_on_alignment=["seeds", "positions"])
+@triton.jit(
+    do_not_specialize=["num_draft"],
+    do_not_specialize_on_alignment=["draft_tokens", "lengths", "seeds", "positions"],
+)
 def _decide(
-    reaches, lasts, masses, seeds, positions, accepted, num_draft, num_blocks, BLOCKS: tl.constexpr
+    draft_tokens,  # [B, K] int64
+    lengths,  # [B] int64
+    seeds,  # [B] int64
+    positions,  # [B] int64
+    normals,  # [B, K + 1, NUM_SCALES] float32
+    first_rows,  # [B] int64
+    lasts,  # [B] int64
+    masses,  # [B, K, blocks] float32
+    choices,  # [B, NUM_CHOICES] int64, written
+    scales,  # [B, NUM_SCALES] float32, written
+    raced,  # [B] int32, written
+    verdicts,  # [B, K + 2] int64, written
+    num_draft,  # K
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    DEPTHS: tl.constexpr,
 ):
     """Program b: the latest i below whose chance to stop its uniform falls; 0 if none does."""
     b = tl.program_id(0).to(tl.int64)
-    last = tl.load(lasts + b)
-    key = stream_key(tl.load(seeds + b), tl.load(positions + b), ACCEPT)
+    last, seed, position = tl.load(lasts + b), tl.load(seeds + b), tl.load(positions + b)
+    key = stream_key(seed, position, ACCEPT)
     blocks = tl.arange(0, BLOCKS)
+    normals += b * (num_draft + 1) * NUM_SCALES
     kept = tl.zeros((), tl.int64)
     for depth in range(1, num_draft + 1):
         if depth <= last:
             u = uniform(key, kept * 0 + depth - 1)
-            reach = tl.load(reaches + b * (num_draft + 1) + depth).to(tl.float64)
+            reach = tl.load(normals + depth * NUM_SCALES + 4).to(tl.float64)
             inside = blocks < tl.where(depth < last, num_blocks, 0)
             parts = tl.load(
                 masses + (b * num_draft + depth) * num_blocks + blocks, mask=inside, other=0.0
@@ -183,60 +176,17 @@ def _decide(
                 depth == last, tl.log(u) < reach, u * (mass + (1.0 - tl.exp(reach))) < mass
             )
             kept = tl.where(stands, kept * 0 + depth, kept)
-    tl.store(accepted + b, kept)
-
-
-@triton.jit(
-    do_not_specialize=["num_draft"],
-    do_not_specialize_on_alignment=["lengths", "first_rows", "seeds", "positions"],
-)
-def _race(
-    p_logits,  # [R, V]
-    p_stride,  # of a row of p_logits
-    p_maxima,  # [R, blocks] float32
-    p_sums,  # [R, blocks] float32, of exp(p - maximum)
-    q_logits,  # [B * K, V]
-    q_stride,  # of a row of q_logits
-    q_maxima,  # [B * K, blocks] float32
-    q_sums,  # [B * K, blocks] float32
-    lengths,  # [B] int64
-    first_rows,  # [B] int64, first row of p of each request
-    reaches,  # [B, K + 1] float32
-    lasts,  # [B] int64
-    seeds,  # [B] int64
-    positions,  # [B] int64
-    accepted,  # [B] int64
-    scores,  # [B, blocks, 2] float64, written
-    winners,  # [B, blocks, 2] int32, written
-    num_draft,  # K
-    num_tokens,  # V
-    num_blocks,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Program (b, block): the best token of the block for the residual (slot 0) and for p itself
-    (slot 1, the fallback)."""
-    b = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    kept = tl.load(accepted + b)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    p_row = tl.load(first_rows + b) + kept
-    p = clean(
-        tl.load(p_logits + p_row * p_stride + columns, mask=columns < num_tokens, other=MINUS_INF)
-    )
+    depths = tl.arange(0, DEPTHS)
+    tokens = tl.load(draft_tokens + b * num_draft + depths, mask=depths < kept, other=-1)
     purpose = tl.where(kept < tl.load(lengths + b), RESIDUAL, BONUS)
-    noise = log_noise(
-        stream_key(tl.load(seeds + b), tl.load(positions + b) + kept, purpose), columns
-    )
-    distribution = p
-    if kept < tl.load(lasts + b):
-        reach = tl.load(reaches + b * (num_draft + 1) + kept)
-        distribution = _left(
-            p_logits, p_stride, p_maxima, p_sums, q_logits, q_stride, q_maxima, q_sums,
-            p_row, b * num_draft + kept, reach, columns, num_tokens, num_blocks, BLOCKS,
-        )  # fmt: skip
-    keep_best(distribution, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
-    keep_best(p, noise, scores, winners, b, block, num_blocks, 1, BLOCK)
+    settle(
+        choices, raced, verdicts, b, kept, tokens, -1, tl.load(first_rows + b) + kept,
+        b * num_draft + kept, -1, stream_key(seed, position + kept, purpose),
+        kept < last, num_draft, depths,
+    )  # fmt: skip
+    numbers = tl.arange(0, NUM_SCALES)
+    own = tl.load(normals + kept * NUM_SCALES + numbers)
+    tl.store(scales + b * NUM_SCALES + numbers, own)
 
 
 @on_its_device
@@ -257,80 +207,54 @@ def verify_block_triton(
             p_logits, draft_tokens, lengths, None, seeds, positions, sizes=sizes, block=block
         )
     num_requests, num_draft = draft_tokens.shape
-    num_tokens = p_logits.shape[-1]
-    block = min(block, triton.next_power_of_2(num_tokens))
-    num_blocks = triton.cdiv(num_tokens, block)
-    blocks = triton.next_power_of_2(num_blocks)
-    device = p_logits.device
-    draft_tokens, lengths, seeds, positions = (
-        t.contiguous() for t in (draft_tokens, lengths, seeds, positions)
+    drafts = Drafts(draft_tokens, lengths, q_logits, lengths if sizes is None else sizes)
+    rows = rows_of(p_logits, None, None, drafts, num_requests, block)
+    accepted, tokens = rows.verdicts.split([1, num_draft + 1], dim=1)
+    verdict = Verdict(accepted.squeeze(1), tokens)
+    if num_requests == 0:
+        return verdict
+    p, stride, _, _, q, q_stride = rows.distributions
+    distributions, num_blocks = (p, stride, q, q_stride), rows.num_blocks
+    num_tokens, device = p_logits.shape[-1], p_logits.device
+    normals = torch.empty(
+        num_requests, num_draft + 1, NUM_SCALES.value, dtype=torch.float32, device=device
     )
-    first_rows = rows_before(lengths, sizes)
-    accepted, lasts = (
+    masses = torch.empty(num_requests, num_draft, num_blocks, dtype=torch.float32, device=device)
+    first_rows, lasts = (
         torch.empty(num_requests, dtype=torch.int64, device=device) for _ in range(2)
     )
-    reaches = torch.empty(num_requests, num_draft + 1, dtype=torch.float32, device=device)
-    masses = torch.empty(num_requests, num_draft, num_blocks, dtype=torch.float32, device=device)
-    scores = torch.empty(num_requests, num_blocks, 2, dtype=torch.float64, device=device)
-    winners = torch.empty(num_requests, num_blocks, 2, dtype=torch.int32, device=device)
-    tokens = torch.empty(num_requests, num_draft + 1, dtype=torch.int64, device=device)
-    if num_requests == 0:
-        return Verdict(accepted, tokens)
-    p_rows, q_rows = contiguous_rows(p_logits), contiguous_rows(q_logits.flatten(0, 1))
-    p_stats = block_stats(p_rows, lengths, 0, block, num_blocks)
-    q_stats = block_stats(q_rows, lengths, num_draft, block, num_blocks)
-    distributions = (p_rows, p_rows.stride(0), *p_stats, q_rows, q_rows.stride(0), *q_stats)
-    paths = (first_rows, reaches, lasts)
-    sizes = (num_draft, num_tokens, num_blocks)
+    paths = normals, first_rows, lasts
+    measure_rows(rows)
     _reach[(num_requests,)](
         *distributions,
-        draft_tokens,
-        lengths,
+        rows.tokens,
+        rows.lengths,
+        rows.owned,
+        *rows.stats[:2],
         *paths,
+        num_requests,
         num_draft,
         num_blocks,
-        BLOCKS=blocks,
-        num_warps=1,
+        **rows.paddings,
+        REQUESTS=rows.summed,
+        num_warps=4,
     )
     _mass[(num_requests * num_draft, num_blocks)](
-        *distributions, *paths, masses, *sizes, BLOCK=block, BLOCKS=blocks
-    )
-    _decide[(num_requests,)](
-        reaches,
-        lasts,
-        masses,
-        seeds,
-        positions,
-        accepted,
-        num_draft,
-        num_blocks,
-        BLOCKS=blocks,
-        num_warps=1,
-    )
-    streams = (seeds, positions, accepted)
-    _race[(num_requests, num_blocks)](
-        *distributions,
-        lengths,
-        *paths,
-        *streams,
-        scores,
-        winners,
-        *sizes,
-        BLOCK=block,
-        BLOCKS=blocks,
+        *distributions, *paths, masses, num_draft, num_tokens, num_blocks, BLOCK=rows.block,
         num_warps=8,
-    )
-    columns = max(FEWEST_DEPTHS, triton.next_power_of_2(num_draft + 1))
-    emit[(num_requests,)](
-        draft_tokens,
-        accepted,
-        scores,
-        winners,
-        tokens,
+    )  # fmt: skip
+    _decide[(num_requests,)](
+        rows.tokens,
+        rows.lengths,
+        seeds.contiguous(),
+        positions.contiguous(),
+        *paths,
+        masses,
+        *rows.decision,
         num_draft,
         num_blocks,
-        COLUMNS=columns,
-        BLOCKS=blocks,
+        **rows.paddings,
         num_warps=1,
     )
-    return Verdict(accepted, tokens)
+    race_rows(rows)
+    return verdict

@@ -1,14 +1,13 @@
-"""Chain verification in Triton, of raw logits or of processed ones, in one launch: temperature,
-tests, residuals and draws. No buffer of size [rows, V] is made; what is kept is O(rows x blocks).
+"""Chain verification in Triton, of raw logits or of processed ones: temperature, tests, residuals
+and draws in three launches, which read the distributions once and the deciding rows once more.
 
-A program takes a ticket, and tickets are worked off in their order: first those that measure a
-block of a row (maximum and sum of exponentials of p, and of q), then those that race over a block
-of a request's deciding row. A race waits until its request is measured. The measuring programs have
-begun by then and wait for nothing, so that the wait ends whatever the order in which a device
-starts programs. Every race works out what was kept by itself; the last one of a request writes its
-row of the output.
+1. `row_stats`: maximum and sum of exponentials of every block of every row.
+2. `_decide`: one program a request: which drafted tokens stand, and what to draw from. A greedy
+  request is over.
+3. `race`: one program a block of each deciding row; log of max(p - q, 0), or of p, minus log E.
 
-Legend as in `chain.py`; D of the B requests have drafted tokens, and come first.
+No buffer of size [rows, V] is made; what is kept is O(rows x blocks). Legend as in `chain.py`; D of
+the B requests have drafted tokens, and come first.
 """
 
 from __future__ import annotations
@@ -25,216 +24,117 @@ from draftsmith.kernels.sampling.random_streams_triton import (
     ACCEPT,
     BONUS,
     RESIDUAL,
-    log_noise,
     stream_key,
     uniform,
 )
 from draftsmith.kernels.verify.chain import no_drafts, owners
 from draftsmith.kernels.verify.rows_triton import (
-    FEWEST_DEPTHS,
-    contiguous_rows,
-    finite,
-    keep_best,
-    log_residual,
+    NUM_SCALES,
+    at_depth,
+    first_row,
     logprob,
+    measure_rows,
+    normalisers,
+    race_rows,
+    rows_of,
+    settle,
     target_logits,
-    winner,
+    temperature_of,
 )
 from draftsmith.kernels.verify.verdict import Drafts, Verdict
 
 BLOCK = 4096
-# Requests whose rows each program adds up by itself: the most, and the fewest that it is compiled
-# for.
-MOST_SUMMED = 1024
-_FEWEST_REQUESTS = 64
 
 
-@triton.jit
-def _first_row(owned, b, num_drafting, REQUESTS: tl.constexpr):
-    """First row of logits of request b."""
-    if REQUESTS == 0:
-        first = tl.load(owned + b)
-    else:
-        before = tl.arange(0, REQUESTS)
-        rows = tl.load(owned + before, mask=(before < b) & (before < num_drafting), other=0)
-        first = tl.sum(rows, axis=0) + b
-    return first
-
-
-@triton.jit
-def _measure(x, columns, maxima, sums, places, place):
-    """Writes the maximum of a block, its token and the sum of exponentials below it."""
-    top, at = tl.max(x, axis=0, return_indices=True)
-    tl.store(maxima + place, top)
-    tl.store(sums + place, tl.sum(tl.exp(x - finite(top)), axis=0))
-    tl.store(places + place, tl.min(columns, axis=0) + at)
-
-
-@triton.jit
-def _normalisers(maxima, sums, rows, valid, num_blocks, BLOCKS: tl.constexpr):
-    """(maximum, log of the sum relative to it, its first block) of `rows` [DEPTHS]; (-inf, 0) for
-    a row without mass."""
-    blocks = tl.arange(0, BLOCKS)
-    at = rows[:, None] * num_blocks + blocks[None, :]
-    inside = valid[:, None] & (blocks < num_blocks)[None, :]
-    tops = tl.load(maxima + at, mask=inside, other=MINUS_INF, cache_modifier=".cg")
-    totals = tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
-    top, block = tl.max(tops, axis=1, return_indices=True)
-    total = tl.sum(totals * tl.exp(tops - finite(top)[:, None]), axis=1)
-    return top, tl.log(tl.where(total > 0, total, 1.0)), block
-
-
-@triton.jit
-def _at(values, depths, depth):
-    """The one of `values` [DEPTHS] at `depth`."""
-    return tl.max(tl.where(depths == depth, values, float("-inf")), axis=0)
-
-
-# What differs from round to round makes no variants of its own.
 @triton.jit(
-    do_not_specialize=["num_requests", "num_drafting", "num_draft"],
+    do_not_specialize=["num_drafting", "num_draft"],
     do_not_specialize_on_alignment=[
         "temperatures", "cuts", "draft_tokens", "lengths", "owned", "seeds", "positions",
     ],
 )  # fmt: skip
-def _verify(
-    logits,  # [R, V] raw
+def _decide(
+    logits,  # [R, V]
     stride,  # of a row of logits
-    temperatures,  # [B] float32, 0 is greedy
-    cuts,  # [R, 2] int32, those of `filter_cuts`; or None
+    temperatures,  # [B] float32, 0 is greedy; or None
+    cuts,  # as `target_logits` takes them
     q_logits,  # [D * K, V] processed
     q_stride,  # of a row of q_logits
     draft_tokens,  # [D, K] int64
     lengths,  # [D] int64
-    owned,  # [D] int64: rows of logits beside the first one; with REQUESTS 0 [B]: first rows
+    owned,  # as `first_row` takes it
     seeds,  # [B] int64
     positions,  # [B] int64
-    maxima,  # [2 (p, q), B, K + 1, blocks] float32, written
-    sums,  # [2, B, K + 1, blocks] float32, written
-    places,  # [2, B, K + 1, blocks] int32, written: tokens of the maxima
-    scores,  # [B, blocks, 2] float64, written
-    winners,  # [B, blocks, 2] int32, written
-    counters,  # [1 + 2 B] int32, zeros: tickets; measured and raced blocks of each request
-    verdicts,  # [B, K + 2] int64, written: accepted, tokens
-    num_requests,  # B
+    maxima,  # [2 (p, q), B, K + 1, blocks] float32
+    sums,  # [2, B, K + 1, blocks] float32
+    places,  # [B, K + 1, blocks] int32
+    choices,  # [B, NUM_CHOICES] int64, written
+    scales,  # [B, NUM_SCALES] float32, written
+    raced,  # [B] int32, written
+    verdicts,  # [B, K + 2] int64, written
     num_drafting,  # D
     num_draft,  # K
-    num_tokens,  # V
     num_blocks,
     HAS_Q: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     DEPTHS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    """Program of one ticket."""
-    ticket = tl.atomic_add(counters, 1).to(tl.int64)
-    rows = num_draft + 1
-    num_measures = num_requests * rows * num_blocks
-    measured = counters + 1
-    raced = counters + 1 + num_requests
-    q_begin = num_requests * rows * num_blocks
-    if ticket < num_measures:
-        block = ticket % num_blocks
-        depth = ticket // num_blocks % rows
-        b = ticket // (num_blocks * rows)
-        length = tl.load(lengths + b, mask=b < num_drafting, other=0)
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        inside = columns < num_tokens
-        if depth <= length:
-            row = _first_row(owned, b, num_drafting, REQUESTS) + depth
-            degree = tl.load(temperatures + b)
-            x = target_logits(logits, stride, cuts, row, columns, inside, degree)
-            _measure(x, columns, maxima, sums, places, ticket)
-        if HAS_Q and depth < length:
-            q_row = b * num_draft + depth
-            x = tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=MINUS_INF)
-            _measure(clean(x), columns, maxima, sums, places, q_begin + ticket)
-        tl.debug_barrier()  # all of the program's writes come before its count
-        tl.atomic_add(measured + b, 1, sem="release")
-    else:
-        block = (ticket - num_measures) % num_blocks
-        b = (ticket - num_measures) // num_blocks
-        count = tl.atomic_add(measured + b, 0, sem="acquire")
-        while count < rows * num_blocks:
-            count = tl.atomic_add(measured + b, 0, sem="acquire")
-        depths = tl.arange(0, DEPTHS)
-        length = tl.load(lengths + b, mask=b < num_drafting, other=0)
-        first = _first_row(owned, b, num_drafting, REQUESTS)
-        seed, position = tl.load(seeds + b), tl.load(positions + b)
-        temperature = tl.load(temperatures + b)
-        # What is kept of all depths at once: those before the first one that fails.
-        tokens = tl.load(draft_tokens + b * num_draft + depths, mask=depths < length, other=-1)
-        offered = tokens >= 0
-        p_rows = b * rows + depths
-        top, log_sum, top_block = _normalisers(
-            maxima, sums, p_rows, depths <= length, num_blocks, BLOCKS
-        )
+    """Program b. All depths are tested at once; those before the first one that fails are kept."""
+    b = tl.program_id(0).to(tl.int64)
+    depths = tl.arange(0, DEPTHS)
+    length = tl.load(lengths + b, mask=b < num_drafting, other=0)
+    first = first_row(owned, b, num_drafting, REQUESTS)
+    seed, position = tl.load(seeds + b), tl.load(positions + b)
+    temperature = temperature_of(temperatures, b)
+    tokens = tl.load(draft_tokens + b * num_draft + depths, mask=depths < length, other=-1)
+    offered = tokens >= 0
+    p_rows = b * (num_draft + 1) + depths
+    top, log_sum, top_block = normalisers(
+        maxima, sums, p_rows, depths <= length, num_blocks, BLOCKS
+    )
+    own = first + tl.where(offered, depths, 0)
+    x = target_logits(logits, stride, cuts, own, tokens, offered, temperature)
+    log_p = logprob(x, top, log_sum)
+    likeliest = tl.full([DEPTHS], -1, tl.int32)
+    if temperature == 0:
         likeliest = tl.load(
-            places + p_rows * num_blocks + top_block, mask=depths <= length, other=0,
-            cache_modifier=".cg",
+            places + p_rows * num_blocks + top_block,
+            mask=(depths <= length) & (top > MINUS_INF), other=-1,
         )  # fmt: skip
-        own = first + tl.where(offered, depths, 0)
-        x = target_logits(logits, stride, cuts, own, tokens, offered, temperature)
-        log_p = logprob(x, top, log_sum)
-        if temperature == 0:
-            log_p = tl.where((tokens == likeliest) & (top > MINUS_INF), 0.0, MINUS_INF)
-        log_q = tl.zeros([DEPTHS], tl.float32)
-        q_top, q_log_sum = log_q, log_q
-        if HAS_Q:
-            q_rows = num_requests * rows + p_rows
-            q_top, q_log_sum, _ = _normalisers(
-                maxima, sums, q_rows, depths < length, num_blocks, BLOCKS
-            )
-            x = tl.load(
-                q_logits + (b * num_draft + depths) * q_stride + tokens,
-                mask=offered, other=MINUS_INF,
-            )  # fmt: skip
-            log_q = logprob(clean(x), q_top, q_log_sum)
-        log_u = tl.log(uniform(stream_key(seed, position + depths, ACCEPT), 0))
-        keep = offered & (log_u + log_q.to(tl.float64) < log_p.to(tl.float64))
-        keep = keep & (log_q > MINUS_INF)
-        kept = tl.min(tl.where(keep, DEPTHS, depths), axis=0).to(tl.int64)
-        rejected = kept < length
-        # The race over this block of the deciding row.
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        inside = columns < num_tokens
-        p_row = first + kept
-        p = target_logits(logits, stride, cuts, p_row, columns, inside, temperature)
-        p_top = _at(top, depths, kept)
-        p_log_sum = _at(log_sum, depths, kept)
-        if temperature == 0:
-            best = tl.max(tl.where(depths == kept, likeliest, -1), axis=0)
-            p_top = tl.where(p_top == MINUS_INF, MINUS_INF, 0.0)
-            p = tl.where(columns == best, p_top, MINUS_INF)
-            p_log_sum = tl.zeros_like(p_log_sum)
-        purpose = tl.where(rejected, RESIDUAL, BONUS)
-        noise = log_noise(stream_key(seed, position + kept, purpose), columns)
-        distribution = p
-        if rejected:
-            if HAS_Q:
-                q = tl.load(
-                    q_logits + (b * num_draft + kept) * q_stride + columns,
-                    mask=inside, other=MINUS_INF,
-                )  # fmt: skip
-                # A token that q could not have drawn is no draft: as if q had no mass, p answers.
-                drawn = _at(log_q, depths, kept) > MINUS_INF
-                q = logprob(clean(q), _at(q_top, depths, kept), _at(q_log_sum, depths, kept))
-                q = tl.where(drawn, q, MINUS_INF)
-            else:
-                token = tl.max(tl.where(depths == kept, tokens, -1), axis=0)
-                q = tl.where(columns == token, 0.0, MINUS_INF)
-            distribution = log_residual(logprob(p, p_top, p_log_sum), q)
-        keep_best(distribution, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
-        keep_best(p, noise, scores, winners, b, block, num_blocks, 1, BLOCK)
-        tl.debug_barrier()
-        if tl.atomic_add(raced + b, 1, sem="acq_rel") == num_blocks - 1:
-            token = winner(scores, winners, b, 0, num_blocks, BLOCKS)
-            token = tl.where(token < 0, winner(scores, winners, b, 1, num_blocks, BLOCKS), token)
-            row = tl.where(depths < kept, tokens, tl.where(depths == kept, token, -1))
-            place = verdicts + b * (rows + 1)
-            tl.store(place, kept)
-            tl.store(place + 1 + depths, row.to(tl.int64), mask=depths < rows)
+        log_p = tl.where(tokens == likeliest, 0.0, MINUS_INF)
+    log_q = tl.zeros([DEPTHS], tl.float32)
+    q_top, q_log_sum = log_q, log_q
+    if HAS_Q:
+        q_rows = tl.num_programs(0) * (num_draft + 1) + p_rows
+        q_top, q_log_sum, _ = normalisers(maxima, sums, q_rows, depths < length, num_blocks, BLOCKS)
+        x = tl.load(
+            q_logits + (b * num_draft + depths) * q_stride + tokens, mask=offered, other=MINUS_INF
+        )
+        log_q = logprob(clean(x), q_top, q_log_sum)
+    log_u = tl.log(uniform(stream_key(seed, position + depths, ACCEPT), 0))
+    keep = offered & (log_u + log_q.to(tl.float64) < log_p.to(tl.float64))
+    keep = keep & (log_q > MINUS_INF)
+    kept = tl.min(tl.where(keep, DEPTHS, depths), axis=0).to(tl.int64)
+    rejected = kept < length
+    q_row, q_token = kept * 0 - 1, tl.max(tl.where(depths == kept, tokens, -1), axis=0)
+    if HAS_Q:
+        # A token that q could not have drawn is no draft: as if q had no mass, p answers.
+        drawn = at_depth(log_q, depths, kept) > MINUS_INF
+        q_row = tl.where(rejected & drawn, b * num_draft + kept, -1)
+        q_token = kept * 0 - 1
+    settle(
+        choices, raced, verdicts, b, kept, tokens,
+        tl.max(tl.where(depths == kept, likeliest, -1), axis=0),
+        tl.where(temperature == 0, -1, first + kept), q_row, q_token,
+        stream_key(seed, position + kept, tl.where(rejected, RESIDUAL, BONUS)),
+        rejected, num_draft, depths,
+    )  # fmt: skip
+    scales += b * NUM_SCALES
+    tl.store(scales, at_depth(top, depths, kept))
+    tl.store(scales + 1, at_depth(log_sum, depths, kept))
+    tl.store(scales + 2, at_depth(q_top, depths, kept))
+    tl.store(scales + 3, at_depth(q_log_sum, depths, kept))
+    tl.store(scales + 4, 0.0)
 
 
 def verify_chain_triton(
@@ -249,9 +149,8 @@ def verify_chain_triton(
     block: int | None = None,
 ) -> Verdict:
     """`chain.verify_chain` in float32; `block` tokens of the vocabulary per program."""
-    ones = torch.ones(len(seeds), dtype=torch.float32, device=seeds.device)
     drafts = Drafts(draft_tokens, lengths, q_logits, lengths if sizes is None else sizes)
-    verdicts = verify_tempered(p_logits, ones, drafts, seeds, positions, block=block)
+    verdicts = verify_tempered(p_logits, None, drafts, seeds, positions, block=block)
     return Verdict(verdicts[:, 0], verdicts[:, 1:])
 
 
@@ -273,7 +172,7 @@ def verify_logits_triton(
 @on_its_device
 def verify_tempered(
     logits: torch.Tensor,
-    temperatures: torch.Tensor,
+    temperatures: torch.Tensor | None,
     drafts: Drafts,
     seeds: torch.Tensor,
     positions: torch.Tensor,
@@ -282,62 +181,27 @@ def verify_tempered(
     block: int | None = None,
 ) -> torch.Tensor:
     """As `verify_logits_triton`, of temperatures [B] float32 and the cuts of `filter_cuts` where a
-    row is filtered."""
-    num_requests, (num_drafting, num_draft) = len(seeds), drafts.tokens.shape
-    num_tokens = logits.shape[-1]
-    block = min(block or BLOCK, triton.next_power_of_2(num_tokens))
-    num_blocks = triton.cdiv(num_tokens, block)
-    tokens, lengths, owned = (
-        tensor.contiguous() for tensor in (drafts.tokens, drafts.lengths, drafts.sizes)
-    )
-    requests = max(_FEWEST_REQUESTS, triton.next_power_of_2(num_requests))
-    if num_requests > MOST_SUMMED:
-        requests = 0
-        counts = torch.nn.functional.pad(owned, (0, num_requests - num_drafting)) + 1
-        owned = counts.cumsum(0) - counts
-    logits = contiguous_rows(logits)
-    has_q = drafts.logits is not None and num_draft > 0
-    # Without draft distributions the kernel gets p in their place and never reads it.
-    q_rows = logits
-    if drafts.logits is not None and num_draft > 0:
-        q_rows = contiguous_rows(drafts.logits.flatten(0, 1))
-
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=logits.device)
-
-    measures = (2, num_requests, num_draft + 1, num_blocks)
-    verdicts = empty(num_requests, num_draft + 2, dtype=torch.int64)
-    if num_requests == 0:
-        return verdicts
-    _verify[(num_requests * (num_draft + 2) * num_blocks,)](
-        logits,
-        logits.stride(0),
-        temperatures.contiguous(),
-        cuts,
-        q_rows,
-        q_rows.stride(0),
-        tokens,
-        lengths,
-        owned,
-        seeds.contiguous(),
-        positions.contiguous(),
-        empty(*measures, dtype=torch.float32),
-        empty(*measures, dtype=torch.float32),
-        empty(*measures, dtype=torch.int32),
-        empty(num_requests, num_blocks, 2, dtype=torch.float64),
-        empty(num_requests, num_blocks, 2, dtype=torch.int32),
-        torch.zeros(1 + 2 * num_requests, dtype=torch.int32, device=logits.device),
-        verdicts,
-        num_requests,
-        num_drafting,
-        num_draft,
-        num_tokens,
-        num_blocks,
-        HAS_Q=has_q,
-        BLOCK=block,
-        BLOCKS=triton.next_power_of_2(num_blocks),
-        DEPTHS=max(FEWEST_DEPTHS, triton.next_power_of_2(num_draft + 1)),
-        REQUESTS=requests,
-        num_warps=8,
-    )
-    return verdicts
+    row is filtered, or of processed logits."""
+    num_drafting, num_draft = drafts.tokens.shape
+    rows = rows_of(logits, temperatures, cuts, drafts, len(seeds), block or BLOCK)
+    if rows.num_requests:
+        measure_rows(rows)
+        _decide[(rows.num_requests,)](
+            *rows.distributions,
+            rows.tokens,
+            rows.lengths,
+            rows.owned,
+            seeds.contiguous(),
+            positions.contiguous(),
+            *rows.stats,
+            *rows.decision,
+            num_drafting,
+            num_draft,
+            rows.num_blocks,
+            HAS_Q=rows.has_q,
+            **rows.paddings,
+            REQUESTS=rows.summed,
+            num_warps=4,
+        )
+        race_rows(rows)
+    return rows.verdicts

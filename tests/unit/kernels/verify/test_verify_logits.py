@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.verify import chain_triton
+from draftsmith.kernels.verify import chain_triton, rows_triton
 from draftsmith.kernels.verify.chain import _kernel, verify_logits, verify_logits_compiled
 from draftsmith.kernels.verify.chain_triton import verify_logits_triton
 from draftsmith.kernels.verify.verdict import Drafts
@@ -207,7 +207,7 @@ def test_rows_without_drafts_draw_bonus_tokens_of_their_own_in_triton(
     last = given.rows.select(slice(2, 3)), None, given.seeds[2:], given.positions[2:]
     alone = verify_logits(given.logits[-1:], *last, impl="torch")
     assert together is not None and together[2][:2] == alone[0].tolist()
-    monkeypatch.setattr(chain_triton, "MOST_SUMMED", 2)
+    monkeypatch.setattr(rows_triton, "MOST_SUMMED", 2)
     assert given.decided("triton") == together
 
 
