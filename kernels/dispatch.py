@@ -181,7 +181,7 @@ def _joined(columns: Iterable[Sequence[int] | torch.Tensor]) -> array[int]:
     numbers = array("q")
     for column in columns:
         if isinstance(column, torch.Tensor):
-            numbers.frombytes(column.numpy().tobytes())
+            numbers.frombytes(column.long().numpy().tobytes())
         else:
             numbers.extend(array("q", column))
         if len(column) % 2:
