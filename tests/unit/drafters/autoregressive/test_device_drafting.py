@@ -27,7 +27,7 @@ from draftsmith.drafters.tree_shape import (
 )
 from draftsmith.kernels.attention import paged as paged_attention
 from draftsmith.kernels.attention.paged_torch import reference_attention
-from draftsmith.kernels.attention.pool import PagedPool, PassLayout, Scoring
+from draftsmith.kernels.attention.pool import PagedPool, PassLayout, Scoring, slots_of
 from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer, GraphRoom
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.sampling.filters import SamplingRows
@@ -61,7 +61,7 @@ class BlindContext:
             torch.arange(size, device=tables.device)
             for size in (block_size, tables.shape[1] * block_size)
         )
-        self.slots = (tables[:, :, None] * block_size + inner).flatten(1)[rows]  # [T, n]
+        self.places = (tables[:, :, None] * block_size + inner).flatten(1)[rows]  # [T, n]
         seen = places <= (positions if tree is None else tree.kv_indices)[:, None]
         if tree is not None:
             index = places - tree.first[:, None]
@@ -70,6 +70,7 @@ class BlindContext:
                 (tree.ancestors == -1)[:, None], seen, (index < 0) | (bits & (index < 63))
             )
         self.seen = seen  # [T, n]
+        self.slots = slots_of(block_size, tables, rows, layout.kv_indices)
 
     def attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: Scoring
@@ -77,7 +78,7 @@ class BlindContext:
         # What nobody sees is not loaded by a kernel either: 0 * NaN would be NaN.
         seen = self.seen[:, None, :, None]
         k, v = (
-            torch.where(seen, part[self.slots].transpose(1, 2).to(query.dtype), 0.0)
+            torch.where(seen, part[self.places].transpose(1, 2).to(query.dtype), 0.0)
             for part in (keys, values)
         )
         q = query[0].transpose(0, 1)[:, :, None]
