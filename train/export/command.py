@@ -52,7 +52,7 @@ def run(config: ExportConfig) -> int:
         copy_pictures(source, folder)
         card = model_card(source, folder, engine=config.to, repository=config.push)
         (folder / "README.md").write_text(card, encoding="utf-8")
-    print(f"wrote {source.family} for {config.to} to {out}")
+    print(f"wrote {source.family} for {config.to} to {out}; its README.md says how to serve it")
     if (warning := SHARED_NOISE.sentence(source.family)) in card:
         print(warning)
     if config.push is not None:
