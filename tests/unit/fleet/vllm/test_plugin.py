@@ -168,8 +168,8 @@ print([name for name in ("transformers", "pyarrow", "fsspec", "vllm") if name in
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
-    # The package itself loads version, train and distill; the rest is settings, the ring to the writer,
-    # distributions as records hold them, and a table of releases.
+    # The package itself loads version, train and distill; the rest is settings, lines that are printed, the ring to
+    # the writer, distributions as records hold them, and a table of releases.
     folders = ["train", "train.export"]
     sampling = [f"kernels.sampling{part}" for part in ("", ".logged", ".top_tokens")]
     kernels = ["kernels", "kernels.dispatch", "kernels.host_compiler", *sampling]
@@ -181,6 +181,7 @@ print([name for name in ("transformers", "pyarrow", "fsspec", "vllm") if name in
         "distill",
         *settings[1:],
         *kernels,
+        "progress",
         "record",
         "shared_ring",
         *folders,
