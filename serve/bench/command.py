@@ -13,7 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -338,22 +338,21 @@ def started(arguments: list[str], *, timeout_s: float, api_key: str | None = Non
 
 def _wait(process: subprocess.Popen, url: str, log: Path, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
-    num_told = 0
+    num_told, is_ready = 0, False
     while time.monotonic() < deadline_s:
+        with suppress(httpx.HTTPError):
+            is_ready = httpx.get(f"{url}/health", timeout=5).status_code == 200
         *lines, _ = log.read_text(encoding="utf-8", errors="replace").split("\n")
         for line in lines[num_told:]:
             if told := line.partition(" INFO draftsmith: ")[2]:
                 say(told)
         num_told = len(lines)
+        if is_ready:
+            return
         if process.poll() is not None:
             said = log.read_text(encoding="utf-8", errors="replace").strip() or "nothing"
             last = said.split("\n")[-1]
             raise UserError(f"the server did not start: {last.removeprefix('draftsmith: error: ')}")
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
         time.sleep(0.2)
     raise UserError(
         f"the server did not start within {timeout_s:g} s; raise timeout_s or use a smaller target"
