@@ -7,6 +7,7 @@ Files in reading order:
 - `paged_torch`: the reference
 - `paged_compiled`: the C++ kernel, `paged_cpu.cpp`
 - `tiles`: sizes of the Triton kernel's tiles, by registers and shared memory
+- `lay_out_triton`: layout of a pass in one launch
 - `paged_triton`: the Triton kernel
 
 Other chapters import `paged` and `pool`.

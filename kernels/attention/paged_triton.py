@@ -1,8 +1,6 @@
 """Paged attention in Triton, one kernel for prompt pieces, chains, trees and single tokens of any
 mix of rows.
 
-`_lay_out`, once a pass: where rows start, and the slots of its tokens.
-
 `_attend`, program (tile, kv head, split): a tile is some tokens of one row times the query heads
 that share the kv head, so that each key is read once for all of them; more heads than a tile holds
 are several parts. A split is a share of the row's context (flash decoding). Softmax runs online.
@@ -16,7 +14,6 @@ reference. Legend as in `paged.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,13 +21,13 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.attention.lay_out_triton import lay_out, row_bucket
 from draftsmith.kernels.attention.pool import Chunk, Scoring, size_of
 from draftsmith.kernels.attention.tiles import (
     HeadKind,
     Widths,
     choose_tiles,
     limits_of,
-    next_power_of_2,
 )
 from draftsmith.kernels.dispatch import on_its_device
 
@@ -46,44 +43,6 @@ _SHORTEST_SPLIT = 64
 _MOST_SPLITS = 64
 # Programs that every multiprocessor should have.
 _PROGRAMS = 2
-# Rows of a pass that a program looks at in one go, each a variant of the kernel.
-_ROWS = (64, 512, 4096)
-
-
-@triton.jit(
-    do_not_specialize=["num_rows", "num_tokens", "num_tickets", "table_stride"],
-    do_not_specialize_on_alignment=["lengths", "block_tables", "kv_indices", "starts", "tickets"],
-)
-def _lay_out(
-    lengths,  # [B] int64
-    block_tables,  # [B, max_blocks] int64
-    kv_indices,  # [T] int64
-    slots,  # [T] int64, written
-    starts,  # [B + 1] int64, written
-    tickets,  # [num_tickets] int64, written: zeros
-    table_stride,
-    num_rows,  # B
-    num_tokens,  # T
-    num_tickets,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TICKETS: tl.constexpr,
-):
-    """Program p: `TOKENS` tokens; the first one also what is not of tokens."""
-    rows = tl.arange(0, ROWS)
-    ends = tl.cumsum(tl.load(lengths + rows, mask=rows < num_rows, other=0), axis=0)
-    if tl.program_id(0) == 0:
-        tl.store(starts, 0)
-        tl.store(starts + 1 + rows, ends, mask=rows < num_rows)
-        every = tl.arange(0, TICKETS)
-        tl.store(tickets + every, tl.zeros((TICKETS,), tl.int64), mask=every < num_tickets)
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    inside = tokens < num_tokens
-    row = tl.sum((ends[None, :] <= tokens[:, None]).to(tl.int64), axis=1)
-    index = tl.load(kv_indices + tokens, mask=inside, other=0)
-    block = tl.load(block_tables + row * table_stride + index // BLOCK_SIZE, mask=inside, other=0)
-    tl.store(slots + tokens, block * BLOCK_SIZE + index % BLOCK_SIZE, mask=inside)
 
 
 @triton.jit
@@ -98,11 +57,29 @@ def _num_bits(x):
 
 
 @triton.jit
+def _queries(
+    lanes,
+    begin_token,
+    end,
+    kv_head,
+    part,
+    TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SHARE: tl.constexpr,
+):
+    """(token, head, whether there is one) of each lane of a tile."""
+    tokens = begin_token + lanes // SHARE
+    group = part * SHARE + lanes % SHARE
+    real = (lanes < TILE * SHARE) & (tokens < end) & (group < GROUPS)
+    return tokens, kv_head * GROUPS + group, real
+
+
+@triton.jit
 def _merged(
     parts,
     maxima,
     sums,
-    flat,  # [QUERIES], places in the first split
+    places,  # [QUERIES], of the tile in the first split
     real,  # [QUERIES]
     num_splits,
     step,  # from split to split
@@ -119,12 +96,13 @@ def _merged(
     gathered = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
     for begin in range(0, num_splits, AT_ONCE):
         for index in tl.static_range(AT_ONCE):
-            mask = real & (begin + index < num_splits)
-            at = flat + (begin + index) * step
-            one_top = tl.load(maxima + at, mask=mask, other=_MINUS_INF, cache_modifier=".cg")
-            one_total = tl.load(sums + at, mask=mask, other=0.0, cache_modifier=".cg")
+            mask, at = real & (begin + index < num_splits), (begin + index) * step
+            one_top = tl.load(
+                maxima + at + places, mask=mask, other=_MINUS_INF, cache_modifier=".cg"
+            )
+            one_total = tl.load(sums + at + places, mask=mask, other=0.0, cache_modifier=".cg")
             part = tl.load(
-                parts + at[:, None] * VALUE_DIM + dims[None, :],
+                parts + at * VALUE_DIM + (places[:, None] * VALUE_DIM + dims[None, :]),
                 mask=mask[:, None] & (dims[None, :] < VALUE_DIM), other=0.0, cache_modifier=".cg",
             )  # fmt: skip
             new_top = tl.maximum(top, one_top)
@@ -212,10 +190,7 @@ def _attend(
         return
 
     lanes = tl.arange(0, QUERIES)
-    tokens = begin_token + lanes // SHARE
-    group = part * SHARE + lanes % SHARE
-    real = (lanes < TILE * SHARE) & (tokens < end) & (group < GROUPS)
-    heads = kv_head * GROUPS + group
+    tokens, heads, real = _queries(lanes, begin_token, end, kv_head, part, TILE, GROUPS, SHARE)
     # A context is shorter than 2^31, and scores are masked by these.
     position = tl.load(positions + tokens, mask=real, other=_FAR).to(tl.int32)
     kv_index = tl.load(kv_indices + tokens, mask=real, other=-1).to(tl.int32)
@@ -332,14 +307,22 @@ def _attend(
         total = total * decay + tl.sum(weights, axis=1)
         top = new_top
 
-    flat = tokens * (KV_HEADS * GROUPS) + heads
+    # Worked out again, by a zero that is read so that no compiler folds it: kept through the loop
+    # they would cost registers that it needs. Offsets from the tile's first place fit in 32 bits.
+    lanes += (tl.load(starts + row, volatile=True) - begin).to(tl.int32)
+    tokens, heads, real = _queries(lanes, begin_token, end, kv_head, part, TILE, GROUPS, SHARE)
+    tile_place = begin_token.to(tl.int64) * (KV_HEADS * GROUPS)
+    places = lanes // SHARE * (KV_HEADS * GROUPS) + heads
+    offsets = places[:, None] * VALUE_DIM + value_dims[None, :]
     written = real[:, None] & (value_dims[None, :] < VALUE_DIM)
-    places = flat[:, None] * VALUE_DIM + value_dims[None, :]
     if IS_SPLIT:
         step = num_tokens.to(tl.int64) * (KV_HEADS * GROUPS)  # from split to split
-        tl.store(maxima + split * step + flat, top, mask=real)
-        tl.store(sums + split * step + flat, total, mask=real)
-        tl.store(parts + split * step * VALUE_DIM + places, gathered, mask=written)
+        maxima, sums, parts = (
+            maxima + tile_place, sums + tile_place, parts + tile_place * VALUE_DIM
+        )  # fmt: skip
+        tl.store(maxima + split * step + places, top, mask=real)
+        tl.store(sums + split * step + places, total, mask=real)
+        tl.store(parts + split * step * VALUE_DIM + offsets, gathered, mask=written)
         # The barrier orders the stores of all threads before the count, which one thread releases.
         # Each count reads the one before it, so that the last acquires what all of them released;
         # it reaches the other threads behind a barrier, and what they load comes from L2, where the
@@ -351,11 +334,11 @@ def _attend(
             return
         tl.store(ticket, 0)  # for the next launch, another layer's or that of a graph's replay
         gathered, total = _merged(
-            parts, maxima, sums, flat, real, num_filled, step, value_dims, VALUE_DIM,
+            parts, maxima, sums, places, real, num_filled, step, value_dims, VALUE_DIM,
             QUERIES, VALUE_WIDTH,
         )  # fmt: skip
     result = gathered / tl.where(real, total, 1.0)[:, None]
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=written)
+    tl.store(out + tile_place * VALUE_DIM + offsets, result.to(out.dtype.element_ty), mask=written)
 
 
 @dataclass(frozen=True)
@@ -373,7 +356,6 @@ class TritonContext:
     num_splits: int | None = None  # None: enough to fill the device
 
     @classmethod
-    @on_its_device
     def of(cls, block_size: int, layout: PassLayout) -> TritonContext:
         block_tables, positions, lengths, tree = layout
         # The kernel steps by one number, and a number that was expanded over a row has no step.
@@ -381,27 +363,8 @@ class TritonContext:
             tree = type(tree)(*(part.contiguous() for part in tree))
         positions = positions.contiguous()
         kv_indices = positions if tree is None else tree.kv_indices
-        num_rows, num_tokens = len(lengths), len(positions)
         num_tickets = _PROGRAMS * limits_of(lengths.device).num_multiprocessors
-        sizes = (num_tokens, num_rows + 1, num_tickets)
-        made = torch.empty(sum(sizes), dtype=torch.int64, device=lengths.device).split(sizes)
-        rows = _bucket(num_rows, _ROWS)
-        tokens = max(1, _ROWS[-1] // rows)
-        _lay_out[(max(1, triton.cdiv(num_tokens, tokens)),)](
-            lengths.contiguous(),
-            block_tables,
-            kv_indices,
-            *made,
-            block_tables.stride(0),
-            num_rows,
-            num_tokens,
-            num_tickets,
-            BLOCK_SIZE=block_size,
-            ROWS=rows,
-            TOKENS=tokens,
-            TICKETS=next_power_of_2(num_tickets),
-        )
-        slots, starts, tickets = made
+        slots, starts, tickets = lay_out(block_size, block_tables, kv_indices, lengths, num_tickets)
         return cls(block_size, block_tables, positions, slots, starts, tree, tickets)
 
     @on_its_device
@@ -467,7 +430,7 @@ class TritonContext:
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             BLOCK_SIZE=self.block_size,
-            ROWS=_bucket(num_rows, _ROWS),
+            ROWS=row_bucket(num_rows),
             TILE=tiles.tokens,
             PARTS=tiles.parts,
             QUERIES=tiles.queries,
@@ -496,8 +459,3 @@ def _num_splits(num_programs: int, max_context: int, num_multiprocessors: int) -
     one split there are fewer than `_PROGRAMS * num_multiprocessors` of `num_programs`."""
     wanted = -(-_PROGRAMS * num_multiprocessors // num_programs)
     return max(1, min(wanted, -(-max_context // _SHORTEST_SPLIT), _MOST_SPLITS))
-
-
-def _bucket(number: int, sizes: Sequence[int]) -> int:
-    """The smallest of `sizes` that holds it, or the next power of two."""
-    return next((size for size in sizes if size >= number), next_power_of_2(number))
