@@ -42,7 +42,7 @@ TILE = 2048  # tokens of a step of a program that filters a row
 # Of programs that lay tokens side by side, and that filter a row. Left to itself the assembler
 # takes more registers for the first, so that one alone has room, and spills those of the second.
 NARROWING = {"num_warps": 16, "maxnreg": 64}
-FILTERING = {"num_warps": 4, "maxnreg": 160}
+FILTERING = {"num_warps": 4, "maxnreg": 168}
 # What differs from call to call makes no variants of its own: parts of a batch begin anywhere.
 _VECTORS = ["temperature", "top_k", "top_p", "min_p", "seeds", "positions"]
 
@@ -190,13 +190,12 @@ def _narrow(
                 tl.store(output, tl.where(x >= bound, x, MINUS_INF), mask=inside)
             if top > MINUS_INF:
                 left = inside & (x >= bound)
-                places = tl.cumsum(left.to(tl.int32), axis=0) - 1
-                begin = (row * num_blocks + block) * BLOCK
-                tl.store(values + begin + places, x, mask=left)
-                tl.store(ids + begin + places, columns, mask=left)
                 place = row * num_blocks + block
-                tl.store(sizes + place, tl.sum(left.to(tl.int32), axis=0))
                 tl.store(masses + place, tl.sum(tl.where(left, 0.0, tl.exp(x - top)), axis=0))
+                tl.store(sizes + place, tl.sum(left.to(tl.int32), axis=0))
+                places = tl.cumsum(left.to(tl.int32), axis=0) - 1
+                tl.store(values + place * BLOCK + places, x, mask=left)
+                tl.store(ids + place * BLOCK + places, columns, mask=left)
 
 
 @triton.jit(do_not_specialize=["purpose"], do_not_specialize_on_alignment=[*_VECTORS, "results"])
