@@ -29,6 +29,7 @@ from draftsmith.kernels.sampling.random_streams_triton import (
     uniform,
 )
 from draftsmith.kernels.verify.chain_triton import verify_chain_triton
+from draftsmith.kernels.verify.race_triton import race_rows, settle
 from draftsmith.kernels.verify.rows_triton import (
     NUM_SCALES,
     at_depth,
@@ -37,9 +38,7 @@ from draftsmith.kernels.verify.rows_triton import (
     logprob,
     measure_rows,
     normalisers,
-    race_rows,
     rows_of,
-    settle,
 )
 from draftsmith.kernels.verify.verdict import Drafts, Verdict
 

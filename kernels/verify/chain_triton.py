@@ -28,6 +28,7 @@ from draftsmith.kernels.sampling.random_streams_triton import (
     uniform,
 )
 from draftsmith.kernels.verify.chain import no_drafts, owners
+from draftsmith.kernels.verify.race_triton import race_rows, settle
 from draftsmith.kernels.verify.rows_triton import (
     NUM_SCALES,
     at_depth,
@@ -35,9 +36,7 @@ from draftsmith.kernels.verify.rows_triton import (
     logprob,
     measure_rows,
     normalisers,
-    race_rows,
     rows_of,
-    settle,
     target_logits,
     temperature_of,
 )

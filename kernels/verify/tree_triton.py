@@ -6,7 +6,7 @@
   passes, then all second ones. The last program of a pass decides what follows, and those of the
   next pass wait for it. Programs of earlier tickets have begun by then and wait for no later one:
   the wait ends whatever the order in which a device starts programs.
-2. `_race`: one program per block of each deciding row; log of what is left of p, minus log E.
+2. `tree_race`: one program per block of each deciding row; log of what is left of p, minus log E.
 3. `emit`: the winner of the blocks, and the row of output tokens.
 
 What is left of p after rejections needs no row of its own. A child x is rejected when u a q(x) >=
@@ -33,24 +33,21 @@ import triton
 import triton.language as tl
 
 from draftsmith.kernels.dispatch import on_its_device
-from draftsmith.kernels.sampling.random_streams_triton import (
-    ACCEPT,
-    BONUS,
-    RESIDUAL,
-    log_noise,
-    stream_key,
-    uniform,
-)
+from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean
+from draftsmith.kernels.sampling.random_streams_triton import ACCEPT, stream_key, uniform
 from draftsmith.kernels.verify.rows_triton import (
-    MINUS_INF,
-    clean,
     contiguous_rows,
-    emit,
     finite,
-    keep_best,
     log_residual,
     log_total,
     logprob,
+)
+from draftsmith.kernels.verify.tree_race_triton import (
+    NUM_STANDS,
+    VECTORS,
+    emit,
+    is_tried,
+    tree_race,
 )
 from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict
 
@@ -61,23 +58,10 @@ STEP, SLICES = 1024, 8
 WALKING = {"num_warps": 8, "maxnreg": 64}
 _SLICES = tl.constexpr(SLICES)
 _STAGES = tl.constexpr(4)  # loads run ahead of the sums
-_NUMBERS = tl.constexpr(6)
 # What a pass measures: the rows of a node, or what is left of them after a rejection.
 _ARRIVAL, _REST = tl.constexpr(1), tl.constexpr(2)
 # Nodes of a tree that kernels are compiled for at least.
 _FEWEST_NODES = 64
-# What differs from round to round makes no variants of its own.
-_VECTORS = ["q_rows", "tokens", "parents", "lengths", "first_rows", "seeds", "positions"]
-
-
-@triton.jit
-def _tried(columns, tokens, parents, node, begin, end):
-    """Mask of columns that are tokens of children of `node` among the nodes `begin` .. `end` -
-    1."""
-    tried = columns < 0
-    for other in range(begin, end):
-        tried = tried | ((tl.load(parents + other) == node) & (columns == tl.load(tokens + other)))
-    return tried
 
 
 @triton.jit
@@ -136,7 +120,7 @@ def _measure_rest(
     q_end = tl.where(is_drawn, end, 0)
     for start in range(begin, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        tried = _tried(columns, tokens, parents, node, first, last)
+        tried = is_tried(columns, tokens, parents, node, first, last)
         p = clean(tl.load(p_row + columns, mask=columns < end, other=MINUS_INF))
         log_p = logprob(p, p_top, p_log_sum)
         left = tl.where(tried, MINUS_INF, log_p)
@@ -161,7 +145,7 @@ def _log_add(a, b):
 
 @triton.jit(
     do_not_specialize=["num_requests", "num_nodes", "num_slices"],
-    do_not_specialize_on_alignment=_VECTORS,
+    do_not_specialize_on_alignment=VECTORS,
 )
 def _walk(
     p_logits,  # [R, V]
@@ -207,7 +191,7 @@ def _walk(
         return
     tokens += b * num_nodes
     parents += b * num_nodes
-    stands += b * _NUMBERS
+    stands += b * NUM_STANDS
     scales += b * 4
     parts += b * num_slices * 4
     later = number > 0
@@ -320,7 +304,7 @@ def _decide(
                 if is_drawn:
                     q = clean(tl.load(q_row + token, mask=token >= 0, other=MINUS_INF))
                     q -= finite(q_top)
-                seen = _tried(token, tokens, parents, node, begin, last)
+                seen = is_tried(token, tokens, parents, node, begin, last)
                 if (token >= 0) & (q > MINUS_INF) & (seen == 0):
                     if pending:
                         needed += _REST
@@ -364,66 +348,6 @@ def _decide(
     tl.atomic_xchg(decided, tl.where(needed == 0, num_nodes, pass_number) + 1, sem="release")
 
 
-@triton.jit(do_not_specialize=["num_nodes"], do_not_specialize_on_alignment=_VECTORS)
-def _race(
-    p_logits,  # [R, V]
-    p_stride,  # of a row of p_logits
-    q_logits,  # [Q, V]
-    q_stride,  # of a row of q_logits
-    q_rows,  # [B, N + 1] int64, -1 where no q was given
-    tokens,  # [B, N] int64
-    parents,  # [B, N] int64
-    lengths,  # [B] int64
-    first_rows,  # [B] int64, first row of p of each request
-    seeds,  # [B] int64
-    positions,  # [B] int64
-    accepted,  # [B] int64
-    stands,  # [B, NUMBERS] int64: last node, its first tested child or -1
-    scales,  # [B, 4] float32: p_top, p_log_sum, q_top, log A
-    scores,  # [B, blocks, 2] float64, written
-    winners,  # [B, blocks, 2] int32, written
-    num_nodes,  # N
-    num_tokens,  # V
-    num_blocks,
-    HAS_Q: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Program (b, block): the best token of the block for what is left of p (slot 0) and for p
-    itself (slot 1, the fallback)."""
-    b = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    node, begin = tl.load(stands + b * _NUMBERS), tl.load(stands + b * _NUMBERS + 1)
-    p_top, p_log_sum = tl.load(scales + b * 4), tl.load(scales + b * 4 + 1)
-    q_top, log_scale = tl.load(scales + b * 4 + 2), tl.load(scales + b * 4 + 3)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < num_tokens
-    row = tl.load(first_rows + b) + node + 1
-    p = clean(tl.load(p_logits + row * p_stride + columns, mask=inside, other=MINUS_INF))
-    purpose = tl.where(begin >= 0, RESIDUAL, BONUS)
-    noise = log_noise(
-        stream_key(tl.load(seeds + b), tl.load(positions + b) + tl.load(accepted + b), purpose),
-        columns,
-    )
-    distribution = p
-    if begin >= 0:
-        q_row = begin * 0 - 1
-        if HAS_Q:
-            q_row = tl.load(q_rows + b * (num_nodes + 1) + node + 1)
-        if q_row < 0:
-            place = b * num_nodes
-            tried = _tried(
-                columns, tokens + place, parents + place, node, begin, tl.load(lengths + b)
-            )
-            distribution = tl.where(tried, MINUS_INF, p)
-        else:
-            q = clean(tl.load(q_logits + q_row * q_stride + columns, mask=inside, other=MINUS_INF))
-            distribution = log_residual(
-                logprob(p, p_top, p_log_sum), (q - finite(q_top)) + log_scale
-            )
-    keep_best(distribution, noise, scores, winners, b, block, num_blocks, 0, BLOCK)
-    keep_best(p, noise, scores, winners, b, block, num_blocks, 1, BLOCK)
-
-
 @on_its_device
 def verify_tree_triton(
     p_logits: torch.Tensor,
@@ -454,7 +378,7 @@ def verify_tree_triton(
     requests = (tokens, parents, lengths, first_rows, seeds, positions)
     nodes, drafts, stands = (
         torch.empty(num_requests, width, dtype=torch.int64, device=device)
-        for width in (num_nodes, num_nodes, _NUMBERS.value)
+        for width in (num_nodes, num_nodes, NUM_STANDS.value)
     )
     accepted = torch.empty(num_requests, dtype=torch.int64, device=device)
     scales = torch.empty(num_requests, 4, dtype=torch.float32, device=device)
@@ -487,7 +411,7 @@ def verify_tree_triton(
             BLOCK=step,
             **WALKING,
         )
-        _race[(num_requests, num_blocks)](
+        tree_race[(num_requests, num_blocks)](
             *distributions,
             *requests,
             accepted,

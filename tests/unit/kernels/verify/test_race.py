@@ -16,7 +16,7 @@ from draftsmith.kernels.sampling.random_streams import GOLDEN, token_noise
 from draftsmith.kernels.sampling.random_streams_triton import log_noise
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.kernels.verify.rows_triton import MOST_GAP, SLACK, advance, lead
+from draftsmith.kernels.verify.race_triton import MOST_GAP, SLACK, advance, lead
 from draftsmith.kernels.verify.verdict import Verdict
 
 SIZE, TILE = 1024, 512
