@@ -112,11 +112,13 @@ class Daemon:
         decisions = self.root / versions.DECISIONS
         if not decisions.exists():
             gate = self.config.gate
-            trained = gate.every * self.config.learn.fresh
-            needed = max(trained / (1 - gate.held_out), gate.requests / gate.held_out)
+            needed = max(
+                gate.every * self.config.learn.fresh / (1 - gate.held_out),
+                gate.requests / gate.held_out,
+            )
             self.status.event(
-                f"the first decision comes after about {math.ceil(needed)} recorded requests, "
-                f"{trained} to learn from and {gate.requests} held out, in {decisions}"
+                f"the first decision, in {decisions}, comes at update {gate.every} with "
+                f"{gate.requests} requests held out, which takes about {math.ceil(needed)} of them"
             )
 
     def loop(self, stop: threading.Event) -> None:

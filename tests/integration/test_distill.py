@@ -116,8 +116,8 @@ def test_what_is_due_is_told_at_the_start_and_a_mean_of_nothing_is_none(
     learner.cycle()
     path = made.versions / versions.DECISIONS
     assert (
-        "the first decision comes after about 40 recorded requests, 2 to learn from and 12 held "
-        f"out, in {path}\n"
+        f"the first decision, in {path}, comes at update 1 with 12 requests held out, which takes "
+        "about 40 of them\n"
     ) in said.getvalue() and not path.exists()
     assert ", loss none yet\n" in said.getvalue() and "nan" not in said.getvalue()
 
