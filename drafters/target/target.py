@@ -39,6 +39,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose
 
 if TYPE_CHECKING:
+    from transformers.generation import BaseStreamer
     from typing_extensions import Self
 
 
@@ -229,13 +230,15 @@ class Target(CausalLM):
         seeds: Sequence[int] | None = None,
         batch_size: int = 16,
         ignore_eos: bool = False,
+        streamer: BaseStreamer | None = None,
     ) -> list[list[int]]:
         """The target's continuation of each prompt (token ids), an end-of-text token included where
         it reached one.
 
         `seeds` gives every prompt its own random stream (default: its index), so that an answer
         does not depend on which others share its batch. Where padding would change texts, prompts
-        of unlike length are answered singly.
+        of unlike length are answered singly. `streamer` is given each part's prompts, then the
+        tokens of each pass.
         """
         if not prompts:
             return []
@@ -268,6 +271,7 @@ class Target(CausalLM):
                 eos_token_id=end_ids or None,
                 pad_token_id=filler,
                 use_cache=self._ways.use_cache,
+                streamer=streamer,
             )
             answers += [trim(row, end_ids) for row in output[:, ids.shape[1] :].tolist()]
         return answers

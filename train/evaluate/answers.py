@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.generation import BaseStreamer
 
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.chats import conversation_of
@@ -30,21 +31,47 @@ def answered(
     turn: int = 0,
 ) -> list[list[int]]:
     """The target's answer to each prompt."""
-    progress = Progress(f"answers at T={temperature:g}", len(prompts), unit="prompts")
+    most = most_tokens(config, config.max_tokens)
+    progress = AnswerProgress(f"answers at T={temperature:g}", len(prompts), most)
     answers: list[list[int]] = []
     for begin in range(0, len(prompts), config.batch_size):
         part = prompts[begin : begin + config.batch_size]
         numbers = range(begin, begin + len(part))
         answers += target.answer(
             part,
-            max_new_tokens=most_tokens(config, config.max_tokens),
+            max_new_tokens=most,
             temperature=temperature,
             seeds=[(config.seed + SEEDS * turn) * SEEDS + number for number in numbers],
             batch_size=config.batch_size,
+            streamer=progress,
         )
-        progress.update(len(answers))
-    progress.close()
+        progress.move_to(len(answers))
+    progress.bar.close()
     return answers
+
+
+class AnswerProgress(BaseStreamer):
+    """Bar of the tokens that answers of at most `most` tokens may take."""
+
+    def __init__(self, label: str, num_prompts: int, most: int):
+        self.bar = Progress(label, num_prompts * most, unit="tokens")
+        self.num_prompts, self.most = num_prompts, most
+        self.answered = self.tokens = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """`value`: prompts [B, L], or a token of each [B]."""
+        self.tokens += value.numel() if value.ndim == 1 else 0
+        self._show()
+
+    def end(self) -> None:
+        """A part is done, of which `move_to` is told."""
+
+    def move_to(self, answered: int) -> None:
+        self.answered, self.tokens = answered, answered * self.most
+        self._show()
+
+    def _show(self) -> None:
+        self.bar.update(self.tokens, f"{self.answered}/{self.num_prompts} answers")
 
 
 def text_of(name: str, prompt: list[int], answer: list[int]) -> TokenSequence:

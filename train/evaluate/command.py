@@ -30,7 +30,6 @@ from draftsmith.files import (
     write_page,
 )
 from draftsmith.kernels.acceptance import DraftCost, bucket_of, label_of
-from draftsmith.progress import say
 from draftsmith.prompts.suites import most_tokens, read_suite
 from draftsmith.train.config import EvalConfig, UnrollConfig
 from draftsmith.train.data.dataset import TokenSequence
@@ -204,9 +203,11 @@ def evaluate_at(
     texts: BySource,
     k: int,
 ) -> OfFolders:
-    say(f"counting the rounds of {sum(map(len, texts.values()))} texts at T={temperature:g}")
     counts = {
-        path: counts_of(config, temperature, target, drafter, own, k) for path, own in texts.items()
+        path: counts_of(
+            config, temperature, target, drafter, own, k, f"rounds of {Path(path).name}"
+        )
+        for path, own in texts.items()
     }
     by_folder = {path: evaluation_of(config, temperature, own, k) for path, own in counts.items()}
     for path, evaluation in by_folder.items():
@@ -249,6 +250,7 @@ def counts_of(
     drafter: Any,
     texts: list[TokenSequence],
     k: int,
+    label: str,
 ) -> list[DocumentCounts]:
     return count_documents(
         drafter,
@@ -258,6 +260,7 @@ def counts_of(
         k=k,
         batch_size=config.batch_size,
         draft_sampling=config.draft_sampling,
+        label=f"{label} at T={temperature:g}",
     )
 
 
@@ -408,7 +411,8 @@ def source_table(source: str, found: list[OfFolders]) -> str:
         if name == "all" or len(one.by_folder) > 1
     ]
     depths = (f"alpha_{at}" for at in range(1, len(found[0].whole.alpha) + 1))
-    head = ("T", source, "prompts", "tokens", "tau", *depths)
+    prompts = "questions" if source == "task" else "prompts"
+    head = ("T", source, prompts, "tokens", "tau", *depths)
     return "\n".join(markdown_table(head, rows))
 
 

@@ -25,6 +25,7 @@ from draftsmith.kernels.acceptance import (
 )
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
+from draftsmith.progress import Progress
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.estimate import (
@@ -158,21 +159,26 @@ def count_documents(
     k: int,
     batch_size: int = 8,
     draft_sampling: str = "sampled",
+    label: str = "",
 ) -> list[DocumentCounts]:
-    """One entry a name that wrote something, in order of length."""
+    """One entry a name that wrote something, in order of length. `label` of a bar, if any."""
     if not sequences:
         raise ValueError("no sequence to evaluate on; give at least one")
     counts: list[DocumentCounts] = []
     ordered = sorted(sequences, key=lambda sequence: len(sequence.input_ids))
+    progress = Progress(label, len(ordered), unit="texts", shows=bool(label))
     for begin in range(0, len(ordered), batch_size):
+        part = ordered[begin : begin + batch_size]
         counts += _count(
             drafter,
             target,
-            ordered[begin : begin + batch_size],
+            part,
             temperature=temperature,
             k=k,
             draft_temperature=0.0 if draft_sampling == "greedy" else temperature,
         )
+        progress.update(begin + len(part))
+    progress.close()
     return merge_documents(counts)
 
 
