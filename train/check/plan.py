@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from shlex import quote
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 from draftsmith.config import TOP, build, merge, read_yaml, to_dict
 from draftsmith.drafters.config import check_offload
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.options import OPTIONS, DrafterOptions, Eagle3Options
+from draftsmith.drafters.options import DrafterOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
 from draftsmith.drafters.target.target import Target
@@ -41,6 +42,8 @@ ANSWERS, ANSWER_TOKENS = 16, 16  # written to time what generate does
 COVERAGE = 0.99  # of the target's tokens, that a reduced draft vocabulary must hold
 VOCABULARY_STEP = 256
 STORED_PAYS = 0.3  # share of a step's time that the target takes
+TIMED = 3  # passes of each kind, the first of which is not counted
+PASSES = 2 * TIMED  # of a draft
 HEAD = ("draft", "trained", "tok/s", "target", "hours", "memory", "on disk", "stored taps")
 
 
@@ -48,7 +51,7 @@ class Planned(NamedTuple):
     """One draft. Bytes of taps are those of all data, in bfloat16."""
 
     family: str
-    options: list[str]  # that differ from the family's defaults, as `draftsmith train` takes them
+    options: list[str]  # beside the recipe's, as `draftsmith train` takes them
     parameters: int  # trained
     tokens_per_s: float
     target_share: float  # of a step's time, which stored taps save
@@ -79,14 +82,15 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     drafts: list[Planned] = []
     refused: dict[str, str] = {}
     families = families_of(config)
-    progress = Progress("plan", len(families), unit="drafts")
-    for family in families:
-        progress.update(len(drafts) + len(refused), family)
+    progress = Progress("plan", len(families) * PASSES, unit="passes")
+    for at, family in enumerate(families):
+        progress.update(at * PASSES, family)
         try:
-            drafts.append(planned(config, target, text, family))
+            show = partial(progress.advance, family)
+            drafts.append(planned(config, target, text, family, show))
         except UserError as error:
             refused[family] = str(error)
-        progress.update(len(drafts) + len(refused))
+    progress.update(progress.total)
     progress.close()
     if not drafts:
         reason = next(iter(refused.values()))
@@ -152,10 +156,9 @@ def training(config: PlanConfig, family: str) -> TrainConfig:
     return train
 
 
-def options_for(config: TrainConfig, text: PlannedText) -> DrafterOptions:
-    options = drafter_options(config)
-    if text.counts is None or options != Eagle3Options():
-        return options
+def options_for(given: DrafterOptions, text: PlannedText) -> DrafterOptions:
+    if text.counts is None or given != Eagle3Options():
+        return given
     return Eagle3Options(draft_vocab_size=reduced_vocabulary(text.counts))
 
 
@@ -168,19 +171,27 @@ def reduced_vocabulary(token_counts: torch.Tensor) -> int | None:
     return rounded if rounded <= len(token_counts) // 2 else None
 
 
-def planned(config: PlanConfig, target: Target, text: PlannedText, family: str) -> Planned:
+def planned(
+    config: PlanConfig,
+    target: Target,
+    text: PlannedText,
+    family: str,
+    show: Callable[[], None],
+) -> Planned:
+    """`show` is called after each of `PASSES` passes."""
     train = training(config, family)
-    options = options_for(train, text)
+    given = drafter_options(train)
+    options = options_for(given, text)
     drafter: Any = FAMILIES[family].create(options, target, seed=0, token_counts=text.counts)
     drafter = drafter.to(device=target.device, dtype=torch.float32)
     trained = sum(one.numel() for one in drafter.parameters() if one.requires_grad)
-    tokens_per_s, target_share = timed_step(train, target, drafter)
+    tokens_per_s, target_share = timed_step(train, target, drafter, show)
     offload = config.target_offload
     whole = parts_of(target.model).on_device(offload=offload)
     fits = check_training(target, drafter, train.max_length, offload=offload)
     return Planned(
         family=family,
-        options=overrides(family, options),
+        options=overrides(given, options),
         parameters=trained,
         tokens_per_s=tokens_per_s,
         target_share=target_share,
@@ -192,17 +203,17 @@ def planned(config: PlanConfig, target: Target, text: PlannedText, family: str) 
     )
 
 
-def overrides(family: str, options: DrafterOptions) -> list[str]:
-    defaults = to_dict(OPTIONS[family]())
+def overrides(given: DrafterOptions, options: DrafterOptions) -> list[str]:
+    known = to_dict(given)
     return [
         f"draft.{name}={json.dumps(value)}"
         for name, value in to_dict(options).items()
-        if value != defaults[name]
+        if value != known[name]
     ]
 
 
 def timed_step(
-    config: TrainConfig, target: Target, drafter: torch.nn.Module
+    config: TrainConfig, target: Target, drafter: torch.nn.Module, show: Callable[[], None]
 ) -> tuple[float, float]:
     """Tokens per second of a step without its optimizer, whose time does not grow with the tokens,
     and the target's share of that time."""
@@ -224,18 +235,19 @@ def timed_step(
         loss.backward()
         return loss
 
-    read_s, step_s = seconds(read), seconds(step)
+    read_s, step_s = seconds(read, show), seconds(step, show)
     return ids.numel() / step_s, min(1.0, read_s / step_s)
 
 
-def seconds(work: Callable[[], torch.Tensor]) -> float:
+def seconds(work: Callable[[], torch.Tensor], show: Callable[[], None]) -> float:
     """The least time of two, after one that is not counted. A value is read, for which a device
     has to be done."""
     times = []
-    for _ in range(3):
+    for _ in range(TIMED):
         begun_s = perf_counter()
         work().flatten()[0].item()
         times.append(perf_counter() - begun_s)
+        show()
     return min(times[1:])
 
 

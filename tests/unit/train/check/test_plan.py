@@ -59,13 +59,14 @@ def test_what_is_to_be_given_is_a_command_of_train(planned: Planned, tmp_path: P
     )
     found = planned("--recipe", str(recipe), "--epochs", "2")
     (draft,) = found["drafts"]
-    assert (draft["family"], draft["options"]) == ("mtp", ["draft.intermediate_size=32"])
+    assert (draft["family"], draft["options"]) == ("mtp", [])
     generate, train = found["give"][:2]
     words = train.split()[2:]
     config = build(
         TrainConfig, collect(TrainConfig, parse(parser_for("train", TrainConfig), words))
     )
     assert (config.family, config.epochs, config.batch_size) == ("mtp", 2, 2)
+    assert config.draft.intermediate_size == 32
     assert generate == f"draftsmith generate {config.target} --prompts PROMPTS --out DATA"
 
 
