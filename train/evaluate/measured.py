@@ -27,7 +27,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.files import as_values
 from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.progress import Progress
+from draftsmith.progress import Progress, say
 from draftsmith.train.checkpoints import BestDraft, RunFolder
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.dataset import TokenSequence
@@ -328,12 +328,15 @@ class HeldOut:
         self.config, self.target, self.sequences, self.now_s = config, target, sequences, now_s
         minutes = math.inf if config.minutes is None else config.minutes
         self.within_s = SHARE * minutes * 60
+        self.shows = os.environ.get("RANK", "0") == "0"
 
     def expected_s(self, drafter: torch.nn.Module) -> float:
         """Most time that the evaluation after the last step may take: that of one prompt, for
         each of them. 0 where no time was set."""
         if not self.sequences or math.isinf(self.within_s):
             return 0.0
+        if self.shows:
+            say("timing the evaluation of one held-out prompt")
         begun_s = self.now_s()
         self._measured(drafter.eval(), self.sequences[:1])
         return min(self.within_s, (self.now_s() - begun_s) * len(self.sequences))
@@ -341,12 +344,13 @@ class HeldOut:
     def __call__(self, drafter: torch.nn.Module, step: int) -> Figures | None:
         if not self.sequences:
             return None
-        count, shows = len(self.sequences), os.environ.get("RANK", "0") == "0"
-        progress = Progress("evaluate", count * len(TEMPERATURES), unit="answers", shows=shows)
+        count = len(self.sequences)
+        total = count * len(TEMPERATURES)
+        progress = Progress("evaluate", total, unit="answers", shows=self.shows)
         clock: dict[str, Any] = {"within_s": self.within_s, "now_s": self.now_s}
         figures = self._measured(drafter, self.sequences, progress=progress.update, **clock)
         self.sequences = self.sequences[: figures.prompts]
-        if shows:
+        if self.shows:
             fewer = f"only {figures.prompts} of {count} prompts: it may take a tenth of --minutes"
             progress.close(fewer if figures.prompts < count else "")
             evaluation = [measurement.to_dict() for measurement in figures.measurements]
