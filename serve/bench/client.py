@@ -19,8 +19,7 @@ from draftsmith.client import base_of, bearer, message_of, parse, send_async
 from draftsmith.errors import UserError
 from draftsmith.prompts.corpus import CORPORA, held_out
 from draftsmith.prompts.shapes import Row
-from draftsmith.prompts.sources import read_rows
-from draftsmith.prompts.suites import Question
+from draftsmith.prompts.suites import Question, rows_to_train
 
 Body = dict[str, Any]
 Prompt = dict[str, Any]  # {"prompt": text} or {"messages": [...]}
@@ -54,7 +53,7 @@ def _cut(source: str, count: int, chars: int, seed: int) -> list[Prompt]:
 
 def _read(source: str, count: int) -> list[Prompt]:
     """The first `count` questions of a file or folder."""
-    rows = (_question(row, where) for where, row in read_rows(source))
+    rows = (_question(row, where) for where, row in rows_to_train(source))
     prompts = list(itertools.islice(filter(None, rows), count))
     if not prompts:
         raise UserError(f"prompts {source!r} hold no question; give at least one")
