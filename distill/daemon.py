@@ -136,7 +136,7 @@ class Daemon:
         self.guarded(self.save)
         self.show()
         self.status.event(
-            f"stopped after {self.counters.updates} updates, version {self.shared.live.version} is "
+            f"stopped after update {self.counters.updates}, version {self.shared.live.version} is "
             "live"
         )
 
@@ -343,8 +343,7 @@ class Daemon:
 
     def show(self) -> None:
         line = (
-            f"{self.counters.updates} updates, {self.counters.texts} texts, "
-            f"{self.shared.describe()}"
+            f"update {self.counters.updates}, {self.counters.texts} texts, {self.shared.describe()}"
         )
         values = {
             **to_dict(self.counters),

@@ -69,7 +69,9 @@ class DistributionBook:
     def fetch_along(self, paths: Iterable[Path]) -> None:
         """Fetch the distributions of all prefixes of each path, which costs one pass per text."""
         missing = sorted({path for path in paths if path.text not in self.known})
-        progress = Progress("distributions", total=len(missing), unit="texts")
+        progress = Progress(
+            "distributions", total=len(missing), unit="texts", shows=len(missing) > 1
+        )
         for begin in range(0, len(missing), BATCH):
             part = missing[begin : begin + BATCH]
             for path, distributions in zip(part, self.source.along(part), strict=True):

@@ -245,8 +245,8 @@ def _bound(ratio: Figures) -> str:
     if ratio["mbsu"] is None:
         return ""
     return (
-        f"; memory-bound it would be {ratio['mbsu']:.2f}, block efficiency "
-        f"{ratio['block_efficiency']:.2f}"
+        f"; {ratio['mbsu']:.2f} where time is the reading of weights, at "
+        f"{ratio['block_efficiency']:.2f} tokens a pass"
     )
 
 

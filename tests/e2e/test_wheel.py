@@ -301,7 +301,7 @@ def test_a_learner_learns_from_what_the_server_recorded(
     folders = ("--buffer", "buffer", "--versions", "versions")
     ends = ("--max-updates", "1", "--until-idle-s", "60")
     done = training.run("distill", *pair, *folders, *ends)
-    assert "stopped after 1 updates" in done.stdout + done.stderr
+    assert "stopped after update 1" in done.stdout + done.stderr
     status = json.loads((training.outside / "versions" / "status.json").read_text())
     assert status["version"] == 1
     shown = training.run("fleet", "status", "--versions", "versions").stdout

@@ -98,9 +98,9 @@ def check_fit(
     if parts is None:
         return None
     needed, available = parts.on_device(offload=offload), available_bytes(device)
+    at_once = "" if needed == parts.whole else f", {needed / GIB:.3g} GiB of them at a time"
     what = (
-        f"{parts.whole / GIB:.3g} GiB of weights, {needed / GIB:.3g} GiB of them at a time on "
-        f"{device}, which has {available / GIB:.3g} GiB"
+        f"{parts.whole / GIB:.3g} GiB of weights{at_once}; {device} has {available / GIB:.3g} GiB"
     )
     if needed >= available:
         ways = ways_to_fit(parts, device, offloads=offload is None)
