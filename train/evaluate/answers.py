@@ -64,7 +64,7 @@ class AnswerProgress(BaseStreamer):
         self._show()
 
     def end(self) -> None:
-        """A part is done, of which `move_to` is told."""
+        """End of a part, which `move_to` follows."""
 
     def move_to(self, answered: int) -> None:
         self.answered, self.tokens = answered, answered * self.most
