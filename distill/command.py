@@ -20,7 +20,6 @@ from draftsmith.distill.throttle import (
     nothing,
     scraper,
 )
-from draftsmith.drafters.config import check_offload
 from draftsmith.errors import UserError, first_line
 from draftsmith.lock import folder_lock, stopping
 
@@ -87,7 +86,6 @@ def begin(config: DistillConfig, status: Status, throttle: Throttle) -> Daemon:
 
 def check(config: DistillConfig) -> None:
     check_limits(config)
-    check_offload(config.target_offload, dtype=config.dtype)
     if config.target_offload is not None and config.learn.teacher == "recorded":
         raise UserError(
             f"option 'target_offload' is {config.target_offload!r}, but with "

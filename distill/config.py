@@ -20,9 +20,9 @@ from draftsmith.config import (
     option,
 )
 from draftsmith.drafters.config import (
+    DTYPES,
     OFFLOAD_HELP,
     OFFLOADS,
-    TARGET_DTYPES,
     TRUST_HELP,
 )
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
@@ -117,7 +117,7 @@ class GenerateOptions:
         limits=POSITIVE,
     )
     shard: int = option(512, "answers per file", limits=AT_LEAST_1)
-    dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
+    dtype: str = option("auto", "of the target's weights, as served", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     trust_remote_code: bool = option(False, TRUST_HELP)
@@ -349,7 +349,7 @@ class DistillConfig:
         None, "bound on the p95 of that server's time per output token", limits=POSITIVE
     )
     seed: int = option(0, "of the replay", limits=NOT_NEGATIVE)
-    dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
+    dtype: str = option("auto", "of the target's weights, as served", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     trust_remote_code: bool = option(False, TRUST_HELP)

@@ -21,8 +21,6 @@ TRUST_HELP = (
 )
 SAMPLINGS = ("sampled", "greedy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# int8 is that of the weights of linear layers alone.
-TARGET_DTYPES = (*DTYPES, "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +68,14 @@ def check_shares(shares: int, command: str) -> None:
         )
 
 
-def check_offload(offload: str | None, *, shares: int = 1, dtype: str) -> None:
+def check_offload(offload: str | None, shares: int) -> None:
     """Raises `UserError` for a target that is to run layer after layer where no process has its
     layers by itself."""
-    others = {
-        f"'target_shares' {shares}": shares > 1,
-        "its dtype int8, which is made of weights that are loaded": dtype == "int8",
-    }
-    for what, is_given in others.items():
-        if offload is not None and is_given:
-            raise UserError(
-                f"option 'target_offload' is {offload!r} and {what}; leave one of them out"
-            )
+    if offload is not None and shares > 1:
+        raise UserError(
+            f"option 'target_offload' is {offload!r} and 'target_shares' {shares}; leave one of "
+            "them out"
+        )
 
 
 def named_folders(entries: Sequence[str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from draftsmith.config import (
     Limits,
     option,
 )
-from draftsmith.drafters.config import SAMPLINGS, TARGET_DTYPES, Pair
+from draftsmith.drafters.config import DTYPES, SAMPLINGS, Pair
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
 from draftsmith.progress import LOG_FORMATS
@@ -308,8 +308,8 @@ class ServeConfig(
     dtype: str = option(
         "auto",
         "weights' type; auto: the checkpoint's own, on a CPU wherever it is fast at that, else "
-        "float32; int8: linear layers in 8 bits, rounded at load, on a CPU",
-        choices=TARGET_DTYPES,
+        "float32",
+        choices=DTYPES,
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
     threads: int | None = option(

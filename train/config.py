@@ -15,10 +15,10 @@ from draftsmith.config import (
     option,
 )
 from draftsmith.drafters.config import (
+    DTYPES,
     OFFLOAD_HELP,
     OFFLOADS,
     SAMPLINGS,
-    TARGET_DTYPES,
     TRUST_HELP,
     Pair,
 )
@@ -176,11 +176,6 @@ class TrainConfig:
         "of the arithmetic; auto is bfloat16 autocast where the machine is fast at it",
         choices=("auto", "float32", "bfloat16"),
     )
-    target_dtype: str = option(
-        "auto",
-        "int8 where the target is served so; auto: as `dtype` has it",
-        choices=("auto", "int8"),
-    )
     deepspeed: str | None = option(
         None, "DeepSpeed JSON such as recipes/zero2.json; start under torchrun"
     )
@@ -287,7 +282,7 @@ class EvalConfig(SuiteOptions):
     max_length: int = option(
         2048, "longer sequences are cut to this many tokens", limits=AT_LEAST_1
     )
-    dtype: str = option("auto", "of the target's weights, as served", choices=TARGET_DTYPES)
+    dtype: str = option("auto", "of the target's weights, as served", choices=DTYPES)
     out: str | None = option(
         None, "write the figures to this JSON file, and a page beside it (.html)"
     )

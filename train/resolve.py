@@ -58,11 +58,6 @@ def check_processes(config: TrainConfig) -> None:
             f"option 'deepspeed' is {config.deepspeed!r} but no launcher started this process; "
             "use torchrun --nproc_per_node N -m draftsmith.cli train ..."
         )
-    if config.target_shares > 1 and config.target_dtype == "int8":
-        raise UserError(
-            f"option 'target_shares' is {config.target_shares} and 'target_dtype' is int8, whose "
-            "layers are not spread; leave one of them out"
-        )
     check_shares(config.target_shares, "train")
 
 
@@ -96,11 +91,7 @@ def check_options(config: TrainConfig) -> None:
 def check_target_offload(config: TrainConfig) -> None:
     if config.target_offload is None:
         return
-    check_offload(
-        config.target_offload,
-        shares=config.target_shares,
-        dtype=config.target_dtype,
-    )
+    check_offload(config.target_offload, config.target_shares)
     if config.on_policy.share:
         raise UserError(
             f"option 'target_offload' is {config.target_offload!r} and 'on_policy.share' "

@@ -94,10 +94,9 @@ def open_target(config: TrainConfig, placement: Placement) -> Target:
         return load_outline(
             config.target, device=device, max_length=length, trust_remote_code=trust
         )
-    kept = placement.target_dtype
     return load_target(
         config.target,
-        dtype=config.target_dtype if kept is None or config.target_dtype == "int8" else kept,
+        dtype=placement.target_dtype,
         device=device,
         max_length=length,
         shares=config.target_shares,

@@ -31,7 +31,6 @@ from draftsmith.distill.generate.steps import (
     store_taps,
 )
 from draftsmith.distill.generate.writers import TargetWriter
-from draftsmith.drafters.config import check_offload
 from draftsmith.errors import UserError
 from draftsmith.lock import folder_lock
 
@@ -114,7 +113,6 @@ def check(config: GenerateOptions) -> None:
     check_limits(config)
     check_self_prompts(config)
     check_processes(config)
-    check_offload(config.target_offload, dtype=config.dtype)
     if config.target_offload is not None and config.url is None and not config.keep_answers:
         raise UserError(
             f"--target-offload is {config.target_offload!r}, with which the whole target would be "

@@ -244,9 +244,7 @@ def open_target(config: DistillConfig, folder: str) -> Target:
     device, trust = config.device, config.trust_remote_code
     length = config.learn.max_length
     if config.learn.teacher == "recorded":
-        return load_outline(
-            folder, dtype=config.dtype, device=device, max_length=length, trust_remote_code=trust
-        )
+        return load_outline(folder, device=device, max_length=length, trust_remote_code=trust)
     return load_target(
         folder,
         dtype=config.dtype,

@@ -27,8 +27,6 @@ from draftsmith.drafters.compiled.patterns import (
 from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.call_list import CallKind
-from draftsmith.kernels.products.few_rows import CompiledRows
-from draftsmith.kernels.products.int8_rows import Int8Rows
 from draftsmith.kernels.products.row_steps import RowSteps, row_steps
 
 Shape = tuple[int | None, ...]  # None: T
@@ -36,11 +34,6 @@ Shape = tuple[int | None, ...]  # None: T
 
 class Unlike(Exception):
     """The forward does something that no kernel does."""
-
-
-def compiled_product(product: PackedLinear | Int8Rows) -> CompiledRows | None:
-    """Kernel that multiplies a few rows; None where torch does."""
-    return product.few if isinstance(product, PackedLinear) else product
 
 
 class View(NamedTuple):
@@ -77,7 +70,7 @@ class KernelStep(NamedTuple):
 
     kind: CallKind
     function: Any
-    places: Sequence[View | Table | PackedLinear | Int8Rows | torch.Tensor | None]
+    places: Sequence[View | Table | PackedLinear | torch.Tensor | None]
     numbers: Sequence[int]
     reals: Sequence[float]
 
@@ -260,7 +253,7 @@ class KernelSteps:
 
     def _product(self, node: Node, num_outputs: int) -> View:
         packed, rows = self.constants[node.args[0]], self._view(node.args[1])
-        if compiled_product(packed) is None or rows.stride != rows.width:
+        if packed.few is None or rows.stride != rows.width:
             raise Unlike("a product that is torch's")
         out = self._new((*rows.shape[:-1], num_outputs))
         self._do(CallKind.MULTIPLY, None, (rows, packed, out), (rows.width, out.width))

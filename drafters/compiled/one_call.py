@@ -24,7 +24,6 @@ from draftsmith.drafters.compiled.kernel_steps import (
     Table,
     Unlike,
     View,
-    compiled_product,
 )
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
 from draftsmith.drafters.target.attention import AttentionContext
@@ -42,7 +41,6 @@ from draftsmith.kernels.call_list import (
     call_list,
 )
 from draftsmith.kernels.products.few_rows import MOST_ROWS
-from draftsmith.kernels.products.int8_rows import Int8Rows
 
 log = logging.getLogger(__name__)
 _SCRATCH, _STATES, _GIVEN = 1, 2, 3  # bases of places; `_GIVEN` and on: torch's tensors
@@ -282,8 +280,8 @@ def _call(
         if isinstance(value, View):
             base, per_token = lowered.buffers[value.buffer].place
             places.append(ArgumentPlace(base, per_token, value.offset * lowered.dtype.itemsize))
-        elif isinstance(value, (PackedLinear, Int8Rows)):
-            product = compiled_product(value)
+        elif isinstance(value, PackedLinear):
+            product = value.few
             assert product is not None
             function = product.function
             places += map(at, product.pointers)
@@ -300,11 +298,7 @@ def _call(
 def one_call(graph: Graph, constants: Mapping[Node, Any]) -> OneCall | None:
     """`graph` is rewritten and `constants` are the values of its last inputs. None where a forward
     holds anything but kernels and views behind its first kernel."""
-    dtypes = {
-        product.dtype
-        for product in constants.values()
-        if isinstance(product, (PackedLinear, Int8Rows))
-    }
+    dtypes = {one.dtype for one in constants.values() if isinstance(one, PackedLinear)}
     try:
         if len(dtypes) > 1:
             raise Unlike("weights of several types")

@@ -8,7 +8,7 @@ pass depends on a model family: each looks for a pattern that is worth it wherev
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,9 +33,7 @@ from draftsmith.drafters.compiled.patterns import (
     stand_in,
     tensor,
 )
-from draftsmith.drafters.target.int8_linear import int8_linear
 from draftsmith.kernels.dispatch import reads_freely
-from draftsmith.kernels.products.int8_rows import Int8Rows, Int8Weight
 from draftsmith.kernels.products.row_steps import RowSteps, row_steps
 
 aten = torch.ops.aten
@@ -52,7 +50,6 @@ def rewrite(module: GraphModule, *, copies: int) -> list[PackedLinear]:
     fuse_gates(module.graph, partial(_gate, module.graph))
     module.graph.eliminate_dead_code()
     packed = pack_linears(module, copies) if copies else []
-    join_int8(module)
     call_directly(module.graph)
     module.graph.eliminate_dead_code()
     return packed
@@ -201,16 +198,12 @@ def pack_linears(module: GraphModule, copies: int) -> list[PackedLinear]:
         weight = node.args[1]
         if weight.op == "get_attr" and packable(tensor(module, weight)):
             groups[node.args[0]].append(node)
-    options = {"copies": copies, "pass_bytes": _bytes(module, groups)}
+    read = (tensor(module, one.args[1]).nbytes for nodes in groups.values() for one in nodes)
+    options = {"copies": copies, "pass_bytes": sum(read)}
     return [
         _pack(module, f"_packed{index}", nodes, options)
         for index, nodes in enumerate(groups.values())
     ]
-
-
-def _bytes(module: GraphModule, groups: Mapping[Node, Sequence[Node]]) -> int:
-    """Bytes of weights that a pass reads."""
-    return sum(tensor(module, one.args[1]).nbytes for nodes in groups.values() for one in nodes)
 
 
 def _pack(
@@ -241,20 +234,3 @@ def _gate_of(nodes: list[Node]) -> Node | None:
     (gate,) = users
     is_gate = getattr(gate.target, "__func__", None) is RowSteps.gate
     return gate if is_gate and set(gate.args) == set(nodes) else None
-
-
-def join_int8(module: GraphModule) -> None:
-    """Products of one input with codes of 8 bits become one call, which reads them where they
-    lie."""
-    groups: dict[Node, list[Node]] = defaultdict(list)
-    for node in module.graph.find_nodes(op="call_function", target=int8_linear):
-        groups[node.args[0]].append(node)
-    pass_bytes = _bytes(module, groups)
-    for index, (rows, nodes) in enumerate(groups.items()):
-        weights, biases = [], []
-        for node in nodes:
-            codes, scales, bias = (arg and tensor(module, arg) for arg in node.args[1:])
-            weights.append(Int8Weight(codes, scales))
-            biases.append(bias)
-        product = Int8Rows(weights, biases, stand_in(rows).dtype, pass_bytes=pass_bytes)
-        join(module, f"_int8_{index}", nodes, product)

@@ -3,7 +3,6 @@
 Files in reading order:
 - `load`: loading a model, tokenizer or configuration through transformers
 - `quantised`: libraries of quantised weights, and their values as numbers
-- `int8_linear`: linear layers with weights of 8 bits, made on a CPU
 - `limits`: lengths up to which texts are served
 - `causal_lm`: any causal LM as body and head
 - `probe`: checks made when a model is loaded

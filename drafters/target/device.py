@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from draftsmith.drafters.config import DTYPES as NAMES
-from draftsmith.drafters.config import TARGET_DTYPES
 from draftsmith.drafters.quirks.recurrent import keeps_states
 from draftsmith.drafters.target.load import build_model, load_config, own_dtype
 from draftsmith.drafters.target.probe import check_weights
@@ -85,8 +84,7 @@ def weight_dtype(
     choices: Choices = CHOICES,
 ) -> torch.dtype | Literal["auto"]:
     """Precision of the weights of the target at `path`, as `use` multiplies them. "auto" is the
-    checkpoint's own, on a CPU wherever it is fast at that. int8 is that of linear layers alone.
-    Raises `UserError`."""
+    checkpoint's own, on a CPU wherever it is fast at that. Raises `UserError`."""
     if name == "auto":
         if device.type != "cpu":
             return "auto"
@@ -95,9 +93,9 @@ def weight_dtype(
         except UserError:
             return torch.float32  # loading has the sentence
         return _fast_dtype(config, use, choices)
-    if name not in TARGET_DTYPES:
-        raise UserError(f"dtype is {name!r}; it must be one of {', '.join(TARGET_DTYPES)}")
-    return torch.int8 if name == "int8" else DTYPES[name]
+    if name not in NAMES:
+        raise UserError(f"dtype is {name!r}; it must be one of {', '.join(NAMES)}")
+    return DTYPES[name]
 
 
 def _fast_dtype(config: PreTrainedConfig, use: Use, choices: Choices) -> torch.dtype:

@@ -21,17 +21,11 @@ from transformers import (
 
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.causal_lm import CausalLM, whole
-from draftsmith.drafters.target.int8_linear import (
-    check_int8,
-    int8_revision,
-    make_int8,
-    states_dtype,
-)
 from draftsmith.drafters.target.load import load_model, load_tokenizer
 from draftsmith.drafters.target.offload import weights_here
 from draftsmith.drafters.target.packed_pass import positions_of
 from draftsmith.drafters.target.probe import TOLERANCE, check_model
-from draftsmith.drafters.target.quantised import first_values, quantisation
+from draftsmith.drafters.target.quantised import first_values
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.draw import draw
@@ -71,22 +65,15 @@ class Target(CausalLM):
         *,
         max_length: int | None = None,
         trust_remote_code: bool = False,
-        int8: bool = False,
     ):
-        # The same weights under other rotary factors, or rounded, have another distribution.
-        revision = revision_of(model)
-        if int8:
-            make_int8(model, name)
         super().__init__(model, name, check_model, max_length=max_length)
         self.trust_remote_code = trust_remote_code
         model.requires_grad_(False)
         # `generate` would fill in what it finds there: penalties and filters that are no part of
         # the target's distribution.
         model.generation_config = GenerationConfig()
-        long = "-long" if self.has_long_factors else ""
-        # Of the weights as they were loaded, whose drafts fit as well.
-        self.loaded_revision = revision + long
-        self.revision = (int8_revision(revision) if int8 else revision) + long
+        # The same weights under other rotary factors have another distribution.
+        self.revision = revision_of(model) + ("-long" if self.has_long_factors else "")
         # Revision of a model with the same distribution, whose drafts fit as well; None: not known.
         self.same_as: str | None = getattr(model.config, SAME_AS, None)
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -103,14 +90,10 @@ class Target(CausalLM):
         max_length: int | None = None,
         trust_remote_code: bool = False,
     ) -> Self:
-        """A local folder or Hub id; `dtype` "auto" is the checkpoint's own, int8 that of weights
-        alone (`int8_linear`); `max_length` as `CausalLM` takes it. With `shards` above 1
-        every process of the group calls this and holds its share of the weights, by the model's own
-        tensor-parallel plan. `offload` as `load_model` has it."""
-        int8 = dtype == torch.int8
-        if int8:
-            check_int8(str(path), device, shards)
-            dtype = states_dtype()
+        """A local folder or Hub id; `dtype` "auto" is the checkpoint's own; `max_length` as
+        `CausalLM` takes it. With `shards` above 1 every process of the group calls this and holds
+        its share of the weights, by the model's own tensor-parallel plan. `offload` as `load_model`
+        has it."""
         model = load_model(
             path,
             trust_remote_code=trust_remote_code,
@@ -119,18 +102,7 @@ class Target(CausalLM):
             shards=shards,
             offload=offload,
         )
-        if int8 and (method := quantisation(model.config)):
-            raise UserError(
-                f"dtype is int8 for {str(path)!r}, which {method!r} has quantised already; leave "
-                "dtype out, or give a checkpoint of plain weights"
-            )
-        target = cls(
-            model,
-            str(path),
-            max_length=max_length,
-            trust_remote_code=trust_remote_code,
-            int8=int8,
-        )
+        target = cls(model, str(path), max_length=max_length, trust_remote_code=trust_remote_code)
         if shards > 1 and target.state_layers:
             raise UserError(
                 f"{target.name!r} has layers with a recurrent state, which are not sharded; leave "

@@ -4,7 +4,6 @@ between a layer's products: norms, gates, rotations.
 Files in reading order:
 - `readings`: how kernels read weights, by measurement
 - `few_rows`: weights laid out for a few rows and read once, `few_rows_cpu.cpp`
-- `int8_rows`: the same with weights of 8 bits, `int8_rows_cpu.cpp`
 - `float32_products`: linear layers in float32, forward and backward; narrow types by float32
 - `fast_types`: types that this processor multiplies faster than float32
 - `row_steps`: steps between products by C++ kernels, `row_steps_cpu.cpp`

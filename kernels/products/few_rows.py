@@ -26,9 +26,8 @@ KINDS = {torch.float32: ("float32", 1), torch.bfloat16: ("bfloat16", 2)}
 _NARROW = 16  # outputs of which there is room for a multiple: `kNarrow` of the source
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
-# Arguments of a source's functions of these names.
-MULTIPLY = [_pointer] * 4 + [_number] * 4 + [ctypes.c_int]
-LAY_OUT = [_pointer] * 2 + [_number] * 2 + [ctypes.c_int]
+_MULTIPLY = [_pointer] * 4 + [_number] * 4 + [ctypes.c_int]
+_LAY_OUT = [_pointer] * 2 + [_number] * 2 + [ctypes.c_int]
 
 
 class _Kernel(NamedTuple):
@@ -42,30 +41,51 @@ def _kernel(dtype: torch.dtype, gated: bool = False) -> _Kernel | None:
     if dtype not in KINDS:
         return None
     name = ("gated_" if gated else "") + KINDS[dtype][0]
-    multiply = function_of(SOURCE, f"multiply_{name}", MULTIPLY)
-    lay_out = function_of(SOURCE, f"lay_out_{name}", LAY_OUT)
+    multiply = function_of(SOURCE, f"multiply_{name}", _MULTIPLY)
+    lay_out = function_of(SOURCE, f"lay_out_{name}", _LAY_OUT)
     rows_together = function_of(SOURCE, "rows_together", [], _number)
     return None if multiply is None else _Kernel(multiply, lay_out, rows_together)
 
 
-class CompiledRows:
-    """Products of rows with weights as a compiled kernel has laid them out. A row's does not depend
-    on the other rows, nor on their number."""
+class FewRows:
+    """Products with one copy of a weight `[out, in]`; made by `few_rows`. A row's does not depend
+    on the other rows, nor on their number. `gated`: as `gated_rows` has it. `readings`: as
+    `readings.packed` gives them."""
 
-    function: Any  # as `call_list` calls it
-    pointers: tuple[int, int | None]  # of weights and bias
-    dtype: torch.dtype
-    width: int
-    num_outputs: int
-    readings: int  # as `readings.packed` gives them
+    def __init__(
+        self,
+        kernel: _Kernel,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        gated: bool = False,
+        readings: int = 0,
+    ):
+        halves = 2 if gated else 1
+        self.readings, self.dtype = readings, weight.dtype
+        self.halves, self.num_outputs, self.width = halves, len(weight) // halves, weight.shape[1]
+        self.function, self._bias = kernel.multiply, bias  # as `call_list` calls it
+        self.rows_together: int = kernel.rows_together()  # whose sums stay in registers
+        room = -(-self.num_outputs // _NARROW) * _NARROW * halves
+        self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
+        self.pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
+        kernel.lay_out(
+            weight.data_ptr(),
+            self._weight.data_ptr(),
+            self.width,
+            self.num_outputs,
+            torch.get_num_threads(),
+        )
 
-    def check(self, rows: torch.Tensor) -> None:
-        """Raises `ValueError` for another width or another dtype than the weights'."""
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]. Raises `ValueError` for another width or another dtype than the
+        weights'."""
         if rows.shape[-1] != self.width or rows.dtype != self.dtype:
             raise ValueError(
                 f"rows are {list(rows.shape)} of {rows.dtype}; give width {self.width} in "
                 f"{self.dtype}"
             )
+        return self.first(rows, self.num_outputs)
 
     def first(self, rows: torch.Tensor, num_outputs: int) -> torch.Tensor:
         """[..., in] -> the first outputs [..., num_outputs], sums in float32, rounded once."""
@@ -82,41 +102,6 @@ class CompiledRows:
             torch.get_num_threads(),
         )
         return out
-
-
-class FewRows(CompiledRows):
-    """Products with one copy of a weight `[out, in]`; made by `few_rows`. `gated`: as `gated_rows`
-    has it."""
-
-    def __init__(
-        self,
-        kernel: _Kernel,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        gated: bool = False,
-        readings: int = 0,
-    ):
-        halves = 2 if gated else 1
-        self.readings, self.dtype = readings, weight.dtype
-        self.halves, self.num_outputs, self.width = halves, len(weight) // halves, weight.shape[1]
-        self.function, self._bias = kernel.multiply, bias
-        self.rows_together: int = kernel.rows_together()  # whose sums stay in registers
-        room = -(-self.num_outputs // _NARROW) * _NARROW * halves
-        self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
-        self.pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
-        kernel.lay_out(
-            weight.data_ptr(),
-            self._weight.data_ptr(),
-            self.width,
-            self.num_outputs,
-            torch.get_num_threads(),
-        )
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
-        self.check(rows)
-        return self.first(rows, self.num_outputs)
 
 
 def few_rows(

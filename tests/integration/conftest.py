@@ -28,10 +28,8 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.target import target as target_module
 from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.products.int8_rows import available
 from draftsmith.record import Sink
 from draftsmith.serve.command import bind
 from draftsmith.serve.config import EngineConfig, HttpOptions
@@ -186,22 +184,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def load(
     tiny_target: Callable[..., str], native_target: Callable[..., Path]
 ) -> Callable[[str], Target]:
-    """`load(architecture)`: a tiny target, loaded once a module. "llama int8" has weights of 8 bits
-    and states of float32, so that rounding turns no choice; "native glm4_moe" brings an MTP module
-    along."""
+    """`load(architecture)`: a tiny target, loaded once a module. "native glm4_moe" brings an MTP
+    module along."""
 
     @functools.cache
     def get(arch: str) -> Target:
-        name, _, dtype = arch.partition(" ")
-        if name == "native":
-            return Target.load(native_target(dtype))
-        if not dtype:
-            return Target.load(tiny_target(name))
-        if not available():
-            pytest.skip("there is no C++ compiler")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(target_module, "states_dtype", lambda: torch.float32)
-            return Target.load(tiny_target(name), dtype=torch.int8)
+        native, _, kind = arch.rpartition(" ")
+        return Target.load(native_target(kind) if native else tiny_target(kind))
 
     return get
 

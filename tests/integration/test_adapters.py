@@ -212,8 +212,6 @@ def test_options_are_refused_in_one_sentence(adapted):
         check(ServeConfig(target="t", name="a", lora=("a=b",)))
     with pytest.raises(UserError, match="lora a=b is given with tensor_parallel 2"):
         check(ServeConfig(target="t", lora=("a=b",), tensor_parallel=2))
-    with pytest.raises(UserError, match="lora a=b is given with dtype int8"):
-        check(ServeConfig(target="t", lora=("a=b",), dtype="int8"))
     target, adapters = adapted
     with pytest.raises(UserError, match="adapter 'absent' is not served here"):
         build_engine(target, None, CONFIG, adapters=adapters).submit(

@@ -50,5 +50,3 @@ def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="'target_shares' is 1 but 2 processes run"):
         run(EvalConfig(target="t", draft="d", data=("x",)))
-    with pytest.raises(UserError, match="layers are not spread"):
-        run(EvalConfig(target="t", draft="d", data=("x",), target_shares=2, dtype="int8"))

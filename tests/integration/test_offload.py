@@ -192,7 +192,6 @@ def test_a_learner_learns_what_it_learns_by_a_target_in_memory(loop: Callable[..
     ("changes", "says"),
     [
         ({"target_shares": 2}, "'target_offload' is 'disk' and 'target_shares' 2; leave one"),
-        ({"target_dtype": "int8"}, "'target_offload' is 'disk' and its dtype int8"),
         ({"on_policy": OnPolicyConfig(share=0.5)}, "'on_policy.share' 0.5, for whose texts"),
         (
             {"family": "draft-lm", "draft": DraftOptions(target_layers=(0,))},
@@ -212,8 +211,10 @@ def test_what_train_cannot_offload_is_refused(
 def test_what_other_commands_cannot_offload_is_refused(
     loop: Callable[..., Any], target_folder: str
 ) -> None:
-    with pytest.raises(UserError, match="'target_offload' is 'disk' and its dtype int8"):
-        check(EvalConfig(target="t", draft="d", data=("x",), target_offload="disk", dtype="int8"))
+    with pytest.raises(UserError, match="'target_offload' is 'disk' and 'target_shares' 2"):
+        check(
+            EvalConfig(target="t", draft="d", data=("x",), target_offload="disk", target_shares=2)
+        )
     asked = GenerateOptions(target="t", prompts="p", out="o", target_offload="disk")
     with pytest.raises(UserError, match="read again for every token of an answer"):
         generate.run(asked, none_written)

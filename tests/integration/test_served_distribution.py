@@ -231,7 +231,6 @@ RECURRENT = (
 )  # fmt: skip
 # In the long lane: every family, with its weights swapped too, every architecture with states.
 LATER = {
-    "8 bits": Way("near", arch="qwen3 int8"),
     "answers that cross the end of a chunk": Way("ngram", asked="few tokens", arch="llama4"),
     **{f"penalties, {mode['tree']}": Way("eagle3", mode, "penalties") for mode in (SAMPLED, DYNAMIC)},
     **{arch: Way("ngram", asked="few tokens", arch=arch) for arch in RECURRENT},

@@ -84,7 +84,6 @@ CELLS = [
     Cell("eagle3", "dynamic", "mistral"),
     Cell("eagle3", "sampled", "llama4"),
     Cell("medusa", "choices"),
-    *(Cell(family, arch="llama int8") for family in ("none", "eagle3", "draft-lm")),
     *(Cell("shipped", arch=f"native {kind}") for kind in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")),
     Cell("none"),
     Cell("ngram", arch="lfm2"),
@@ -225,11 +224,6 @@ def test_greedy_text_is_the_targets_alone(
     assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
     if is_compared:
         assert compared.compared > 20
-
-
-def test_a_rounded_target_writes_another_text(greedy: Callable[[str], list[Greedy]]) -> None:
-    """The control of the cells of 8 bits."""
-    assert greedy("llama") != greedy("llama int8")
 
 
 def test_a_state_that_rejected_tokens_were_read_into_is_noticed(

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.config import TOP, build, merge, read_yaml, to_dict
-from draftsmith.drafters.config import check_offload
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import DrafterOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
@@ -116,7 +115,6 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
 def open_target(config: PlanConfig) -> Target:
     """Raises `UserError` where it does not fit, before it is loaded."""
     device, trust, offload = device_of(), config.trust_remote_code, config.target_offload
-    check_offload(offload, dtype="auto")
     dtype = weight_dtype("auto", device, config.target, trust_remote_code=trust)
     fits = check_fit(config.target, device, dtype=dtype, offload=offload, trust_remote_code=trust)
     if fits is not None and fits.status == FAIL:

@@ -20,7 +20,6 @@ from draftsmith.drafters.quirks.patches import implementation
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.causal_lm import CausalLM, PassProbe
 from draftsmith.drafters.target.device import device_of
-from draftsmith.drafters.target.int8_linear import int8_revision
 from draftsmith.drafters.target.load import adapter_base, build_model, load_config, load_model
 from draftsmith.drafters.target.target import (
     FIRST,
@@ -51,7 +50,6 @@ class TargetOutline(Target):
         CausalLM.__init__(self, model, name, shapes_of, max_length=max_length)
         self.trust_remote_code, self._place = trust_remote_code, place
         self.revision = revision + ("-long" if self.has_long_factors else "")
-        self.loaded_revision = self.revision
         self.same_as = getattr(model.config, SAME_AS, None)
         self._tokenizer = None
 
@@ -97,12 +95,11 @@ def shapes_of(lm: CausalLM) -> PassProbe:
 def load_outline(
     path: str,
     *,
-    dtype: str = "auto",
     device: str | None = None,
     max_length: int | None = None,
     trust_remote_code: bool,
 ) -> TargetOutline:
-    """Outline of a local folder or Hub id, served in `dtype`. Weights are read for the revision
+    """Outline of a local folder or Hub id. Weights are read for the revision
     alone: 64 values of each parameter where the files have the model's own names, else all of
     them, once. Raises `UserError`."""
     config = load_config(path, trust_remote_code=trust_remote_code)
@@ -122,7 +119,7 @@ def load_outline(
     return TargetOutline(
         model.eval(),
         str(path),
-        revision=int8_revision(revision) if dtype == "int8" else revision,
+        revision=revision,
         place=device_of(device),
         max_length=max_length,
         trust_remote_code=trust_remote_code,

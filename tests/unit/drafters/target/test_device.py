@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.target.device import fast_at_bf16, load_target, weight_dtype
+from draftsmith.errors import UserError
 from draftsmith.kernels.measured import VARIABLE, Choices
 from draftsmith.kernels.products.fast_types import Use
 
@@ -122,10 +123,12 @@ def test_models_that_are_not_laid_out_are_timed_by_torchs_products(
 
 def test_a_type_that_is_given_is_taken(tmp_path: Path, folder_in: Callable[..., Path]) -> None:
     folder = folder_in(dtype="bfloat16")
-    for name, dtype in (("float32", FLOAT32), ("float16", FLOAT16), ("int8", torch.int8)):
+    for name, dtype in (("float32", FLOAT32), ("float16", FLOAT16)):
         options = {"trust_remote_code": False, "choices": times(tmp_path)}
         assert weight_dtype(name, CPU, folder, **options) == dtype
     assert weight_dtype("auto", torch.device("cuda"), folder, **options) == "auto"
+    with pytest.raises(UserError, match="dtype is 'int8'; it must be one of auto, float32"):
+        weight_dtype("int8", CPU, folder, **options)
 
 
 def test_a_target_has_the_type_that_this_processor_is_fast_at(
