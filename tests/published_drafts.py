@@ -641,56 +641,25 @@ def mlp_reference(
     return torch.stack(logits)
 
 
-def snowflake(target: Target, *, method: str) -> Made:
+def snowflake(target: Target) -> Made:
     """Arctic: sizes as text, all depths tied."""
     noise, inner = Noise(33), 24
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator",
-        "method": method, "input_hidden_dim": SIZE, "emb_dim": str(inner),
+        "method": "sum_rnn", "input_hidden_dim": SIZE, "emb_dim": str(inner),
         "inner_dim": str(inner), "proj_dim": str(inner), "n_candidates": 3, "n_predict": 3,
         "scale_input": True, "tie_weights": True, "tie_lstm_embs": True,
         "top_k_tokens_per_head": [1, 1, 1], "vocab_size": VOCAB,
     }  # fmt: skip
-    if method == "sum_rnn":
-        tensors = {
-            "emb.0.0.weight": noise.matrix(VOCAB, inner),
-            "proj.0.0.weight": noise.matrix(inner, SIZE),
-            "proj.1.0.weight": noise.matrix(inner, inner),
-            "ln.0.0.weight": noise.gains(inner),
-            "ln.0.0.bias": 0.2 * noise.randn(inner),
-            "head.0.weight": noise.matrix(VOCAB, inner),
-        }
-        return Made(config, tensors)
-    head = noise.matrix(VOCAB, inner)
     tensors = {
-        "forget_emb.0.weight": noise.matrix(VOCAB, inner),
-        "projs.0.weight": noise.matrix(4 * inner, SIZE),
-        "projs.1.weight": noise.matrix(4 * inner, inner),
-        **{f"{name}_ln.0.weight": noise.gains(inner) for name in ("cell", "state")},
-        **{f"{name}_ln.0.bias": 0.2 * noise.randn(inner) for name in ("cell", "state")},
-        **{f"head.{depth}.weight": head.clone() for depth in range(3)},
+        "emb.0.0.weight": noise.matrix(VOCAB, inner),
+        "proj.0.0.weight": noise.matrix(inner, SIZE),
+        "proj.1.0.weight": noise.matrix(inner, inner),
+        "ln.0.0.weight": noise.gains(inner),
+        "ln.0.0.bias": 0.2 * noise.randn(inner),
+        "head.0.weight": noise.matrix(VOCAB, inner),
     }
     return Made(config, tensors)
-
-
-def lstm_reference(
-    config: Config, tensors: Tensors, target: Target, text: list[int], drafted: list[int]
-) -> torch.Tensor:
-    state, logits, tokens = begun(config, target, text), [], [text[-1], *drafted]
-    inner = int(config["inner_dim"])
-    cell = torch.zeros(inner, dtype=state.dtype)
-    for depth in range(len(drafted)):
-        gates = tensors[f"projs.{min(depth, 1)}.weight"] @ state
-        gates = gates + mixing(config, inner) * tensors["forget_emb.0.weight"][tokens[depth]].tile(
-            4
-        )
-        forget, take, give, candidate = gates.view(4, inner)
-        candidate = plain.rms(candidate, tensors["cell_ln.0.weight"]) + tensors["cell_ln.0.bias"]
-        cell = cell * forget.sigmoid() + gelu(candidate) * take.sigmoid()
-        out = plain.rms(cell, tensors["state_ln.0.weight"]) + tensors["state_ln.0.bias"]
-        state = gelu(out) * give.sigmoid()
-        logits.append(tensors["head.0.weight"] @ state)
-    return torch.stack(logits)
 
 
 LAYOUTS = [
@@ -711,10 +680,7 @@ LAYOUTS = [
     Layout("Medusa, TGI", "medusa", tgi_medusa, medusa_reference),
     Layout("MLP speculator, IBM tied", "mlp", partial(ibm, tied=True, scaled=True), mlp_reference),
     Layout("MLP speculator, IBM", "mlp", partial(ibm, tied=False), mlp_reference),
-    Layout("MLP speculator, Snowflake", "mlp", partial(snowflake, method="sum_rnn"), mlp_reference),
-    Layout(
-        "LSTM speculator, Snowflake", "mlp", partial(snowflake, method="sum_lstm"), lstm_reference
-    ),
+    Layout("MLP speculator, Snowflake", "mlp", snowflake, mlp_reference),
     Layout("DFlash, z-lab", "dflash", zlab, dflash_reference),
     Layout("DFlash, z-lab gpt-oss", "dflash", zlab_gpt_oss, dflash_reference),
     Layout("DFlash, z-lab sliding windows", "dflash", zlab_sliding, sliding_reference),
@@ -747,8 +713,8 @@ Each layout is tested as a miniature folder with the published names (`tests/pub
 
 """
 BELOW = """
-Not read, and refused by a sentence: more than one MTP module, but for DeepSeek-V3 and GLM-4.5; DFlash with attention sinks or scaled values; LSTM speculators whose weights are not
-tied. A GPTQ or AWQ draft LM needs its library, which the refusal names.
+Not read, and refused by a sentence: more than one MTP module, but for DeepSeek-V3 and GLM-4.5; DFlash with attention sinks or scaled values; LSTM speculators.
+A GPTQ or AWQ draft LM needs its library, which the refusal names.
 
 This page is written by `python -m tests.published_drafts`.
 """

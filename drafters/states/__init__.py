@@ -3,7 +3,7 @@
 Files in reading order:
 - `state_head`: shared by all of them
 - `medusa`: Medusa
-- `mlp`: the MLP speculator, its folders as others publish them, and its LSTM kind
+- `mlp`: the MLP speculator, its folders as others publish them
 
 Other chapters import families through `drafters/registry.py`.
 """

@@ -7,16 +7,6 @@ state over the drafted tokens.
 `mix` balances the two so that neither dies out over the depths. With tied weights all depths share
 emb, head, ln and, from the second on, proj; that is what is made here, other checkpoints are read,
 and trained further.
-
-The LSTM kind (Snowflake's Arctic, `method: sum_lstm`) has gates between the states of the depths,
-from projection and embedding added up:
-
-    f, i, o, c = proj_s(state_{s-1}) + mix * emb(x_{t+1+s}) repeated four times,   state_{-1} = h_t
-    cell_s  = cell_{s-1} * sigmoid(f) + gelu(cell_ln(c)) * sigmoid(i),             cell_{-1} = 0
-    state_s = gelu(state_ln(cell_s)) * sigmoid(o)
-    logits of x_{t+2+s} = head(state_s)
-
-All depths share everything but the first projection. State and cell are handed on side by side.
 """
 
 from __future__ import annotations
@@ -45,54 +35,12 @@ from draftsmith.drafters.weights import (
 from draftsmith.errors import UserError
 from draftsmith.kernels.products.fast_types import name_of
 
-ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 
-
-class RecurrentHead(StateHead):
-    """Sizes, tables and layout of both kinds."""
-
-    family = "mlp"
-    head: nn.ModuleList  # of every depth, or one for all
-
-    def __init__(self, target: Target, *, inner_size: int, num_predict: int, scale_input: bool):
-        super().__init__()
-        self.state_size, self.inner_size = target.hidden_size, inner_size
-        self.vocab_size, self.max_depth = target.vocab_size, num_predict
-        self.scale_input = scale_input
-        state_weight = 0.5 ** (0.5 / num_predict)
-        self.mix = math.sqrt((1 - state_weight**2) * (inner_size / 2)) / state_weight
-
-    def begin(self, taps: torch.Tensor) -> torch.Tensor:
-        taps = taps.to(self.head[0].weight.dtype)
-        return normed(taps) / math.sqrt(2) if self.scale_input else taps
-
-    def head_at(self, depth: int) -> torch.Tensor:
-        return at(self.head, depth).weight
-
-    @property
-    def has_own_heads(self) -> bool:
-        return len(self.head) > 1
-
-    def head_weight(self) -> torch.Tensor:
-        return self.head[0].weight
-
-    def portable_tensors(self) -> dict[str, torch.Tensor]:
-        return {PREFIX + name: value for name, value in self.state_dict().items()}
-
-    def portable_config(self) -> dict[str, Any]:
-        return {
-            "model_type": "mlp_speculator",
-            "vocab_size": self.vocab_size,
-            "n_predict": self.max_depth,
-            "top_k_tokens_per_head": [1] * self.max_depth,
-            "scale_input": self.scale_input,
-            "dtype": name_of(self.head[0].weight.dtype),
-        }
-
-
-class Mlp(RecurrentHead):
+class Mlp(StateHead):
     """Modules are numbered by depth; the last of each serves all later depths, so tied weights are
     lists of one (proj: two)."""
+
+    family = "mlp"
 
     def __init__(
         self,
@@ -103,10 +51,12 @@ class Mlp(RecurrentHead):
         tied: bool = True,
         scale_input: bool = False,
     ):
-        super().__init__(
-            target, inner_size=inner_size, num_predict=num_predict, scale_input=scale_input
-        )
-        size, self.tied = target.hidden_size, tied
+        super().__init__()
+        self.state_size = size = target.hidden_size
+        self.inner_size, self.tied, self.scale_input = inner_size, tied, scale_input
+        self.vocab_size, self.max_depth = target.vocab_size, num_predict
+        state_weight = 0.5 ** (0.5 / num_predict)
+        self.mix = math.sqrt((1 - state_weight**2) * (inner_size / 2)) / state_weight
         copies = 1 if tied else num_predict
         self.emb = nn.ModuleList(nn.Embedding(target.vocab_size, inner_size) for _ in range(copies))
         sizes = [size, *[inner_size] * (min(2, num_predict) - 1 if tied else num_predict - 1)]
@@ -135,10 +85,24 @@ class Mlp(RecurrentHead):
                 nn.init.normal_(module.weight, 0.0, inner_size**-0.5)
         return drafter
 
+    def begin(self, taps: torch.Tensor) -> torch.Tensor:
+        taps = taps.to(self.head[0].weight.dtype)
+        return normed(taps) / math.sqrt(2) if self.scale_input else taps
+
     def advance(self, state: torch.Tensor, tokens: torch.Tensor, depth: int) -> HeadStep:
         mixed = at(self.proj, depth)(state) + self.mix * at(self.emb, depth)(tokens)
         state = nn.functional.gelu(at(self.ln, depth)(mixed))
         return HeadStep(next_hidden=state, head_input=state)
+
+    def head_at(self, depth: int) -> torch.Tensor:
+        return at(self.head, depth).weight
+
+    @property
+    def has_own_heads(self) -> bool:
+        return len(self.head) > 1
+
+    def head_weight(self) -> torch.Tensor:
+        return self.head[0].weight
 
     def read_bytes(self) -> ReadBytes:
         """The mean over its depths, whose modules may be their own."""
@@ -149,23 +113,30 @@ class Mlp(RecurrentHead):
         ]
         return ReadBytes(proposal=0, token=sum(read) // self.max_depth)
 
+    def portable_tensors(self) -> dict[str, torch.Tensor]:
+        return {PREFIX + name: value for name, value in self.state_dict().items()}
+
     def portable_config(self) -> dict[str, Any]:
         """Config of IBM's checkpoints, which vLLM read while it served them."""
-        return super().portable_config() | {
-            "architectures": [ARCHITECTURE],
+        return {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "vocab_size": self.vocab_size,
             "emb_dim": self.state_size,
             "inner_dim": self.inner_size,
+            "n_predict": self.max_depth,
             "n_candidates": self.max_depth,
+            "top_k_tokens_per_head": [1] * self.max_depth,
             "tie_weights": self.tied,
+            "scale_input": self.scale_input,
+            "dtype": name_of(self.head[0].weight.dtype),
         }
 
     @classmethod
-    def load(cls, folder: Path, target: Target) -> Mlp | MlpLstm:
+    def load(cls, folder: Path, target: Target) -> Mlp:
         folder = Path(folder)
         values = sizes_in(read_config(folder), folder)
         check_config(values, target, folder)
-        if values["method"] == LSTM:
-            return MlpLstm.read(folder, values, target)
         drafter = cls(
             target,
             inner_size=values["inner_dim"],
@@ -198,7 +169,6 @@ def without_copies(tensors: Mapping[str, torch.Tensor], names: Any) -> dict[str,
 
 PREFIX = "speculator."
 EPS = 1e-6
-RNN, LSTM = "sum_rnn", "sum_lstm"
 SIZES = ("emb_dim", "inner_dim", "proj_dim")
 # Snowflake's modules are sequences, of one entry where a size is one number.
 SEQUENCE = re.compile(r"(emb|proj|ln)\.(\d+)\.0\.(\w+)")
@@ -240,11 +210,10 @@ def sizes_in(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
                     "draftsmith does not serve; use a draft with one size"
                 )
             found[key] = int(size)
-    found["method"] = found.get("method") or RNN
-    if found["method"] not in (RNN, LSTM):
+    if (method := found.get("method") or "sum_rnn") != "sum_rnn":
         raise UserError(
-            f"draft {str(folder)!r} has method={found['method']!r}; draftsmith reads {RNN} and "
-            f"{LSTM}, so use a draft of one of these"
+            f"draft {str(folder)!r} has method={method!r}, which draftsmith does not serve; use a "
+            "draft with sum_rnn"
         )
     found["inner_dim"] = found.get("inner_dim") or found.get("emb_dim")
     found["emb_dim"] = found.pop("input_hidden_dim", found.get("emb_dim"))
@@ -258,77 +227,3 @@ def check_config(values: Mapping[str, Any], target: Target, folder: Path) -> Non
         raise UserError(
             f"draft {str(folder)!r} has n_predict={values.get('n_predict')!r}; restore config.json"
         )
-
-
-class MlpLstm(RecurrentHead):
-    def __init__(self, target: Target, *, inner_size: int, num_predict: int, scale_input: bool):
-        super().__init__(
-            target, inner_size=inner_size, num_predict=num_predict, scale_input=scale_input
-        )
-        self.forget_emb = nn.ModuleList([nn.Embedding(target.vocab_size, inner_size)])
-        self.projs = nn.ModuleList(
-            nn.Linear(size, 4 * inner_size, bias=False) for size in (self.state_size, inner_size)
-        )
-        self.cell_ln = nn.ModuleList([ScaledNorm(inner_size)])
-        self.state_ln = nn.ModuleList([ScaledNorm(inner_size)])
-        self.head = nn.ModuleList([nn.Linear(inner_size, target.vocab_size, bias=False)])
-        self.to(target.device)
-
-    def begin(self, taps: torch.Tensor) -> torch.Tensor:
-        state = super().begin(taps)
-        return torch.cat([state, state.new_zeros(*state.shape[:-1], self.inner_size)], dim=-1)
-
-    def advance(self, state: torch.Tensor, tokens: torch.Tensor, depth: int) -> HeadStep:
-        size = self.inner_size
-        before, cell = state[..., :-size], state[..., -size:]
-        token = self.forget_emb[0](tokens).repeat(*[1] * tokens.ndim, 4)
-        mixed = self.projs[min(depth, 1)](before) + self.mix * token
-        forget, take, give, candidate = mixed.split(size, dim=-1)
-        taken = nn.functional.gelu(self.cell_ln[0](candidate)) * torch.sigmoid(take)
-        cell = cell * torch.sigmoid(forget) + taken
-        out = nn.functional.gelu(self.state_ln[0](cell)) * torch.sigmoid(give)
-        return HeadStep(next_hidden=torch.cat([out, cell], dim=-1), head_input=out)
-
-    def read_bytes(self) -> ReadBytes:
-        """The second projection's; the first is another by its width alone."""
-        parts = [self.projs[-1], self.cell_ln, self.state_ln, self.head]
-        return ReadBytes(proposal=0, token=weight_bytes(parts))
-
-    def portable_config(self) -> dict[str, Any]:
-        return super().portable_config() | {
-            "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
-            "method": LSTM,
-            "input_hidden_dim": self.state_size,
-            **{f"{kind}_dim": str(self.inner_size) for kind in ("emb", "inner", "proj")},
-            "tie_weights": True,
-            "tie_lstm_embs": True,
-        }
-
-    @classmethod
-    def read(cls, folder: Path, values: Mapping[str, Any], target: Target) -> MlpLstm:
-        """`values` as `sizes_in` gives them."""
-        for key in ("tie_weights", "tie_lstm_embs"):
-            if not values.get(key):
-                raise UserError(
-                    f"draft {str(folder)!r} is an LSTM speculator with {key}="
-                    f"{values.get(key)!r}, which nothing serves; use one with tied weights"
-                )
-        drafter = cls(
-            target,
-            inner_size=values["inner_dim"],
-            num_predict=values["n_predict"],
-            scale_input=bool(values.get("scale_input")),
-        )
-        tensors = {
-            name: tensor
-            for name, tensor in own_names(read_weights(folder)).items()
-            if not is_copy(name)
-        }
-        return drafter.filled(tensors, folder)
-
-
-def is_copy(name: str) -> bool:
-    """True for the head of a later depth, which tied weights repeat, and the copies that an engine
-    keeps of it in FP8."""
-    module, depth, *_ = name.split(".")
-    return module == "qhead" or (module == "head" and depth != "0")

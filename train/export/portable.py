@@ -22,7 +22,7 @@ from draftsmith.drafters.heads.eagle1 import ARCHITECTURES as EAGLE1
 from draftsmith.drafters.heads.eagle3_layer import LLAMA
 from draftsmith.drafters.init_from_target import shares_embeddings
 from draftsmith.drafters.states.medusa import engine_name
-from draftsmith.drafters.states.mlp import Mlp, MlpLstm
+from draftsmith.drafters.states.mlp import Mlp
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.drafters.vocabulary import check_same_ids
 from draftsmith.drafters.weights import MEDUSA, read_weights, weight_files, write_weights
@@ -217,10 +217,6 @@ def check_lm(source: ExportSource) -> None:
 
 
 def write_ibm(source: ExportSource, out: Path) -> None:
-    if isinstance(source.drafter, MlpLstm):
-        raise UserError(
-            "the draft is an LSTM speculator, which is served from the folder it came in; use that"
-        )
     drafter: Mlp = source.drafter
     tensors = drafter.portable_tensors()
     if drafter.tied:

@@ -11,9 +11,10 @@ import torch
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import Proposal, TrainedDrafter
 from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
 from tests.draft_variants import EAGLE3, VARIANTS, eagle3
 from tests.first_rounds import first_round
-from tests.published_drafts import LAYOUTS, Layout, eagle3_reference
+from tests.published_drafts import LAYOUTS, Layout, eagle3_reference, snowflake
 from tests.unrolled import unrolled_logits
 
 each_layout = pytest.mark.parametrize(
@@ -74,3 +75,11 @@ def test_a_variant_is_not_the_plain_draft(name: str, target: Target) -> None:
         for made in (eagle3(target, {}), eagle3(target, EAGLE3[name]))
     )
     assert float((plain - varied).abs().max()) > 0.05
+
+
+def test_an_lstm_speculator_is_refused(target: Target, tmp_path: Path) -> None:
+    made = snowflake(target)
+    made.config["method"] = "sum_lstm"
+    made.write(tmp_path)
+    with pytest.raises(UserError, match=r"has method='sum_lstm'.*use a draft with sum_rnn"):
+        checkpoint.load(tmp_path, target)
