@@ -1,5 +1,4 @@
-// Numbers of the kernels for a CPU (bfloat16 beside float32, e^x, gates), their loops over threads, and
-// how they read weights.
+// Numbers of the kernels for a CPU (bfloat16 beside float32, e^x, gates), and their loops over threads.
 
 #pragma once
 
@@ -93,31 +92,4 @@ inline float gated(T x, T factor) {
   const float a = widened(x), e = exponential(-fabsf(a));
   const float sigmoid = (a < 0 ? e : 1.0f) / (1.0f + e);
   return rounded<T>(a * sigmoid) * widened(factor);
-}
-
-// Where weights that are asked for early wait: in the nearest cache, in a farther one, or in none for
-// long, so that these are left to what else a round reads.
-enum Stay { kNearest, kFarther, kPast };
-constexpr int64_t kLine = 64, kMostPanels = 4;
-
-// How weights are read, which no sum depends on. products/readings.py measures what is fastest.
-struct Reading {
-  Stay stay = kNearest;
-  int64_t panels = 1, ahead = 2048;  // groups of outputs side by side; bytes that are asked for early
-};
-
-// `readings` holds one in 16 bits for 1 row, up to 4, up to 16, and more. `together`: rows of a group of
-// outputs whose sums fill the registers, as do fewer rows of several groups.
-inline Reading reading_of(uint64_t readings, int64_t num_rows, int64_t together) {
-  const int shift = num_rows == 1 ? 0 : num_rows <= 4 ? 16 : num_rows <= 16 ? 32 : 48;
-  const uint64_t bits = readings >> shift & 0xFFFF;
-  int64_t panels = int64_t(1) << (bits >> 2 & 3);
-  while (panels > 1 && (panels > kMostPanels || panels * num_rows > together)) panels /= 2;
-  return {Stay(bits & 3), panels, int64_t(bits >> 4) * kLine};
-}
-
-template <Stay kStay>
-inline void ask_for(const void* weights, int64_t ahead) {
-  __builtin_prefetch((const char*)weights + ahead, 0,
-                     kStay == kPast ? 0 : kStay == kFarther ? 2 : 3);
 }

@@ -8,13 +8,14 @@ laid out beforehand, torch's, or the kernel's too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.host_compiler import HEADER
 from draftsmith.kernels.measured import CHOICES, Choices, Way
-from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, FewRows, few_rows, gated_rows
+from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, few_rows
 from draftsmith.kernels.products.float32_products import LEAST_WIDENED, NARROW, widened, widens
 from draftsmith.kernels.products.readings import LEAST_BYTES
 from draftsmith.kernels.products.row_steps import RowSteps
@@ -47,6 +48,8 @@ class PackedLinear:
     are made of them: for few rows, then oneDNN's for more. `pass_bytes`: of all weights that are
     read in a pass."""
 
+    gated = False
+
     def __init__(
         self,
         weights: Sequence[torch.Tensor],
@@ -70,7 +73,13 @@ class PackedLinear:
             return
         joined = torch.cat(self.weights).detach()
         self._bias = self._joined_bias()
-        self.few = self._few(joined)
+        self.few = few_rows(
+            joined,
+            self._bias,
+            gated=self.gated,
+            pass_bytes=self._pass_bytes,
+            choices=self._choices,
+        )
         self.way = self._fastest(joined)
         # Without a kernel one way is that of few rows too.
         self._widens = self.way == WIDENED or (
@@ -78,9 +87,6 @@ class PackedLinear:
         )
         self._packed = _laid_out(joined) if self.way == PACKED else None
         self._versions = versions
-
-    def _few(self, joined: torch.Tensor) -> FewRows | None:
-        return few_rows(joined, self._bias, pass_bytes=self._pass_bytes, choices=self._choices)
 
     def _fastest(self, joined: torch.Tensor) -> str:
         """The way of more rows than few."""
@@ -106,7 +112,7 @@ class PackedLinear:
             return ways
 
         shape = [joined.dtype, f"{width} wide", f"{num_outputs} outputs", f"{count} rows"]
-        shape += ["gated"] if few and few.halves > 1 else []
+        shape += ["gated"] if few and self.gated else []
         shape += [] if PACKED in names else ["one copy"]
         sources = [SOURCE, HEADER]
         return self._choices.fastest("many rows", shape, names, prepare, sources=sources)
@@ -151,23 +157,19 @@ class PackedLinear:
 
 class GatedLinear(PackedLinear):
     """Two layers of as many outputs, the first of which opens a gate for the second's: one output,
-    silu(x) * y of their outputs x and y."""
+    silu(x) * y of their outputs x and y. `options` as `PackedLinear` has them."""
+
+    gated = True
 
     def __init__(
         self,
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None],
         steps: RowSteps,
-        *,
-        copies: int = 2,
-        pass_bytes: int = 0,
-        choices: Choices = CHOICES,
+        **options: Any,
     ):
         self._steps = steps
-        super().__init__(weights, biases, copies=copies, pass_bytes=pass_bytes, choices=choices)
-
-    def _few(self, joined: torch.Tensor) -> FewRows | None:
-        return gated_rows(joined, self._bias, pass_bytes=self._pass_bytes, choices=self._choices)
+        super().__init__(weights, biases, **options)
 
     def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
         """[1, T, in] -> ([1, T, out],)."""

@@ -7,7 +7,7 @@ for early is measured (`readings`).
 from __future__ import annotations
 
 import ctypes
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ def _kernel(dtype: torch.dtype, gated: bool = False) -> _Kernel | None:
 
 class FewRows:
     """Products with one copy of a weight `[out, in]`; made by `few_rows`. A row's does not depend
-    on the other rows, nor on their number. `gated`: as `gated_rows` has it. `readings`: as
+    on the other rows, nor on their number. `gated`: as `few_rows` has it. `readings`: as
     `readings.packed` gives them."""
 
     def __init__(
@@ -58,8 +58,8 @@ class FewRows:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         *,
-        gated: bool = False,
-        readings: int = 0,
+        gated: bool,
+        readings: int,
     ):
         halves = 2 if gated else 1
         self.readings, self.dtype = readings, weight.dtype
@@ -108,64 +108,34 @@ def few_rows(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
+    gated: bool = False,
     pass_bytes: int | None = None,
     choices: Choices = CHOICES,
 ) -> FewRows | None:
     """`weight` [out, in] and `bias` [out] laid out for a few rows; None where that is not possible:
     no C++ compiler, another dtype than float32 and bfloat16, an odd width in bfloat16.
-    `pass_bytes`: of all weights that a pass reads, by default of this one alone."""
-    return _made(weight, bias, pass_bytes, choices, gated=False)
-
-
-def gated_rows(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    pass_bytes: int | None = None,
-    choices: Choices = CHOICES,
-) -> FewRows | None:
-    """silu(x) * y of a few rows, where x are the products with the first half of `weight`
-    [2 * out, in] and y those with the second, both rounded to the dtype, as is silu(x). None, and
-    the rest, as in `few_rows`."""
-    return _made(weight, bias, pass_bytes, choices, gated=True)
-
-
-def _made(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    pass_bytes: int | None,
-    choices: Choices,
-    *,
-    gated: bool,
-) -> FewRows | None:
-    kernel, (rows, width) = _kernel(weight.dtype, gated), weight.shape
-    if kernel is None or width % KINDS[weight.dtype][1]:
+    `gated`: silu(x) * y, where x are the products with the first half of `weight` [2 * out, in] and
+    y those with the second, both rounded to the dtype, as is silu(x). `pass_bytes`: of all weights
+    that a pass reads, by default of this one alone."""
+    (rows, width), dtype = weight.shape, weight.dtype
+    kernel = _kernel(dtype, gated)
+    if kernel is None or width % KINDS[dtype][1]:
         return None
+
+    def multiply(count: int, weights: int, outputs: int, readings: int) -> None:
+        ones, out = torch.ones(count, width, dtype=dtype), torch.empty(count, outputs, dtype=dtype)
+        sizes = (count, width, outputs, readings, torch.get_num_threads())
+        kernel.multiply(ones.data_ptr(), weights, None, out.data_ptr(), *sizes)
+
     halves = 2 if gated else 1
     weights = ReadWeights(
-        "few rows",
-        (weight.dtype, *(["gated"] if gated else []), f"{width} wide"),
+        (dtype, *(["gated"] if gated else []), f"{width} wide"),
         rows // halves,
-        halves * width * weight.dtype.itemsize,
-        partial(multiply_any, kernel.multiply, weight.dtype, width),
+        halves * width * dtype.itemsize,
+        multiply,
         SOURCE,
         kernel.rows_together(),
     )
     readings = fastest_readings(weights, max(pass_bytes or 0, weight.nbytes), choices)
-    bias = None if bias is None else bias.to(weight.dtype).contiguous()
+    bias = None if bias is None else bias.to(dtype).contiguous()
     return FewRows(kernel, weight.contiguous(), bias, gated=gated, readings=readings)
-
-
-def multiply_any(
-    multiply: Any,
-    dtype: torch.dtype,
-    width: int,
-    count: int,
-    weights: int,
-    outputs: int,
-    readings: int,
-) -> None:
-    """Multiplies rows of ones, to be timed."""
-    rows, out = torch.ones(count, width, dtype=dtype), torch.empty(count, outputs, dtype=dtype)
-    sizes = (count, width, outputs, readings, torch.get_num_threads())
-    multiply(rows.data_ptr(), weights, None, out.data_ptr(), *sizes)

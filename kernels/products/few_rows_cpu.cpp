@@ -38,6 +38,32 @@ constexpr bool kTiles = kLanes < 16;
 constexpr int64_t kTileBytes = 64;
 constexpr int64_t kGateAhead = 768;  // bytes that arrive while a row's gates of a group are computed
 
+// Where weights that are asked for early wait: in the nearest cache, in a farther one, or in none for
+// long, so that these are left to what else a round reads.
+enum Stay { kNearest, kFarther, kPast };
+constexpr int64_t kLine = 64, kMostPanels = 4;
+
+// How weights are read, which no sum depends on. readings.py measures what is fastest.
+struct Reading {
+  Stay stay = kNearest;
+  int64_t panels = 1, ahead = 2048;  // groups of outputs side by side; bytes that are asked for early
+};
+
+// `readings` holds one in 16 bits for 1 row, up to 4, up to 16, and more.
+inline Reading reading_of(uint64_t readings, int64_t num_rows) {
+  const int shift = num_rows == 1 ? 0 : num_rows <= 4 ? 16 : num_rows <= 16 ? 32 : 48;
+  const uint64_t bits = readings >> shift & 0xFFFF;
+  int64_t panels = int64_t(1) << (bits >> 2 & 3);
+  while (panels > 1 && (panels > kMostPanels || panels * num_rows > kTogether)) panels /= 2;
+  return {Stay(bits & 3), panels, int64_t(bits >> 4) * kLine};
+}
+
+template <Stay kStay>
+inline void ask_for(const void* weights, int64_t ahead) {
+  __builtin_prefetch((const char*)weights + ahead, 0,
+                     kStay == kPast ? 0 : kStay == kFarther ? 2 : 3);
+}
+
 inline void store(Lanes x, float* to) { memcpy(to, &x, sizeof x); }
 inline void store(Lanes x, Bfloat16* to) {  // to nearest, ties to even
   const Words bits = (Words)x;
@@ -457,27 +483,20 @@ void lay_out_group(const T* weights, T* to, int64_t width, int64_t num_outputs, 
     }
 }
 
-template <typename T>
+// All groups; of a gated product `weights` are [2 * num_outputs, width], the gate's first.
+template <typename T, bool kGated>
 void lay_out(const T* weights, T* out, int64_t width, int64_t num_outputs, int threads) {
   const int64_t groups = (num_outputs + kGroup - 1) / kGroup;
   each(groups, threads, [=](int64_t group) {
-    lay_out_group(weights, out + group * width * kGroup, width, num_outputs, group);
-  });
-}
-
-// The same of a gated product's `weights` [2 * num_outputs, width], the gate's first.
-template <typename T>
-void lay_out_gated(const T* weights, T* out, int64_t width, int64_t num_outputs, int threads) {
-  const int64_t groups = (num_outputs + kGroup - 1) / kGroup;
-  each(groups, threads, [=](int64_t group) {
-    T* to = out + group * width * kGroup * 2;
+    T* to = out + group * width * kGroup * (kGated ? 2 : 1);
     lay_out_group(weights, to, width, num_outputs, group);
-    lay_out_group(weights + num_outputs * width,
-                  to + outputs_of(num_outputs - group * kGroup) * width, width, num_outputs, group);
+    if (kGated)
+      lay_out_group(weights + num_outputs * width,
+                    to + outputs_of(num_outputs - group * kGroup) * width, width, num_outputs, group);
   });
 }
 
-// The same of `weights` [width, num_outputs] in float32.
+// A group of `weights` [width, num_outputs] in float32.
 void lay_out_columns(const float* weights, float* to, int64_t width, int64_t num_outputs,
                      int64_t group) {
   const int64_t rest = num_outputs - group * kGroup, outputs = outputs_of(rest);
@@ -516,7 +535,7 @@ extern "C" void multiply_plain_float32(const float* rows, const float* weights, 
                                   int64_t readings, int threads) {                                 \
     const Rows<T> met(rows, num_rows, width);                                                      \
     multiply<T, false>({rows, weights, bias, met.numbers, out, num_rows, width, num_outputs,       \
-                        reading_of(readings, num_rows, kTogether)},                                \
+                        reading_of(readings, num_rows)},                                           \
                        threads);                                                                   \
   }                                                                                                \
   extern "C" void multiply_gated_##name(const T* rows, const T* weights, const T* bias, T* out,    \
@@ -524,16 +543,16 @@ extern "C" void multiply_plain_float32(const float* rows, const float* weights, 
                                         int64_t readings, int threads) {                           \
     const Rows<T> met(rows, num_rows, width);                                                      \
     multiply<T, true>({rows, weights, bias, met.numbers, out, num_rows, width, num_outputs,        \
-                       reading_of(readings, num_rows, kTogether)},                                 \
+                       reading_of(readings, num_rows)},                                            \
                       threads);                                                                    \
   }                                                                                                \
   extern "C" void lay_out_##name(const T* weights, T* out, int64_t width, int64_t num_outputs,     \
                                  int threads) {                                                    \
-    lay_out<T>(weights, out, width, num_outputs, threads);                                         \
+    lay_out<T, false>(weights, out, width, num_outputs, threads);                                  \
   }                                                                                                \
   extern "C" void lay_out_gated_##name(const T* weights, T* out, int64_t width,                    \
                                        int64_t num_outputs, int threads) {                         \
-    lay_out_gated<T>(weights, out, width, num_outputs, threads);                                   \
+    lay_out<T, true>(weights, out, width, num_outputs, threads);                                   \
   }
 
 PRODUCTS(float32, float)

@@ -22,7 +22,7 @@ from draftsmith.kernels.measured import Choices, Way
 LINE_BYTES = 64
 # Numbers of rows that are timed, each for those up to the next `reading_of` of the source.
 ROWS = (1, 4, 8, 32)
-# As `Stay` of the header.
+# As `Stay` of the source.
 STAYS = ("", ", farther", ", past caches")
 PANELS = (1, 2, 4)
 # A pass over less finds it in the nearest caches.
@@ -49,14 +49,13 @@ class WeightReading(NamedTuple):
 class ReadWeights(NamedTuple):
     """Weights of a product, and the kernel that reads them."""
 
-    kind: str
     shape: Sequence[object]  # but for outputs: what else decides how long a call takes
     outputs: int
     output_bytes: int
     # (rows, address of weights, outputs, readings)
     multiply: Callable[[int, int, int, int], object]
     source: Path
-    rows_together: int = 1  # of one group; as many groups of one row
+    rows_together: int  # of one group; as many groups of one row
 
 
 def candidates(rows: int, rows_together: int) -> list[WeightReading]:
@@ -95,7 +94,7 @@ def fastest_readings(weights: ReadWeights, pass_bytes: int, choices: Choices) ->
     for rows, readings in zip(ROWS, offered, strict=True):
         names = {reading.name: reading for reading in readings}
         name = choices.fastest(
-            weights.kind,
+            "few rows",
             (*weights.shape, f"{outputs} outputs", f"{rows} rows", f"{ring_bytes >> 20} MiB"),
             list(names),
             partial(_ways, weights, names, rows, outputs, ring),

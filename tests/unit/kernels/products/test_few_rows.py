@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from draftsmith.kernels import host_compiler
 from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products import few_rows as module
-from draftsmith.kernels.products.few_rows import KINDS, MOST_ROWS, FewRows, few_rows, gated_rows
+from draftsmith.kernels.products.few_rows import KINDS, MOST_ROWS, FewRows, few_rows
 from draftsmith.kernels.products.readings import (
     LEAST_BYTES,
     ROWS,
@@ -104,7 +105,7 @@ def test_a_gated_product_has_the_bits_of_product_and_gate(
     steps = row_steps(dtype)
     assert steps is not None
     for offset in (None, bias):
-        linear, gated = made(weight, offset), gated_rows(weight, offset)
+        linear, gated = made(weight, offset), few_rows(weight, offset, gated=True)
         assert gated is not None
         for count in (1, 2, 4, 9, MOST_ROWS):
             apart = linear(rows[None, :count])
@@ -118,20 +119,23 @@ def reading_with(choose: Callable[[str], bool], folder: Path) -> Choices:
 
 
 @pytest.mark.parametrize("dtype", list(KINDS))
-@pytest.mark.parametrize("make", [few_rows, gated_rows])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("outputs", [24, 100, 240])
 def test_every_way_to_read_weights_has_the_same_bits(
-    dtype: torch.dtype, make: Callable[..., FewRows], outputs: int, tmp_path: Path
+    dtype: torch.dtype, gated: bool, outputs: int, tmp_path: Path
 ) -> None:
     """Of 1 to 5 groups, so that those read side by side leave some over."""
     rows, weight, bias = case(2 * outputs, 1538, dtype)
-    plain, names = make(weight, bias), set[str]()
+    make = partial(few_rows, weight, bias, gated=gated)
+    plain, names = make(), set[str]()
+    assert plain is not None
     for rows_together in ROWS:
         names |= {one.name for one in candidates(rows_together, plain.rows_together)}
     assert len(names) >= 10
     for index, name in enumerate(sorted(names)):
         choices = reading_with(name.__eq__, tmp_path / str(index))
-        other = make(weight, bias, pass_bytes=LEAST_BYTES, choices=choices)
+        other = make(pass_bytes=LEAST_BYTES, choices=choices)
+        assert other is not None
         for count in (1, 2, 3, 4, 5, 16, 17, MOST_ROWS):
             assert torch.equal(other(rows[:count]), plain(rows[:count])), name
     # The control: the readings differ.
@@ -238,5 +242,5 @@ def test_what_the_kernel_does_not_know_is_left_to_others(
 def test_no_weights_are_read_that_are_not_there(outputs: int, room: int) -> None:
     linear = made(torch.ones(outputs, 24), None)
     assert linear._weight.numel() == room * 24  # all of it is read for every row
-    gated = gated_rows(torch.ones(2 * outputs, 24), None)
+    gated = few_rows(torch.ones(2 * outputs, 24), None, gated=True)
     assert gated is not None and gated._weight.numel() == 2 * room * 24
