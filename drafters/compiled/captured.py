@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from draftsmith.drafters.compiled.capture import NUM_TOKENS, capture
 from draftsmith.drafters.compiled.one_call import one_call
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
-from draftsmith.drafters.compiled.patterns import Product, multiply
+from draftsmith.drafters.compiled.patterns import Product, multiply, tensor
 from draftsmith.drafters.compiled.rewrite import rewrite
 from draftsmith.drafters.interface import ForwardCapturable
 from draftsmith.drafters.target.attention import AttentionContext
@@ -243,9 +243,7 @@ def _lift_constants(module: GraphModule) -> dict[torch.fx.Node, Any]:
         if node.op != "get_attr":
             continue
         if node.target not in nodes:
-            value: Any = module
-            for part in node.target.split("."):
-                value = getattr(value, part)
+            value = tensor(module, node)
             with graph.inserting_after(last_input):
                 last_input = graph.placeholder(f"constant_{len(constants) + 1}")
             nodes[node.target], constants[last_input] = last_input, value

@@ -25,6 +25,7 @@ from torch.nn.functional import linear
 
 from draftsmith.drafters.compiled.capture import attend
 from draftsmith.drafters.compiled.patterns import (
+    bias_of,
     call_directly,
     drop_no_operations,
     fixed,
@@ -228,15 +229,10 @@ def join_linears(module: GraphModule) -> list[JoinedLinear]:
     for index, group in enumerate(groups.values()):
         parts = [weights[node] for node in group]
         if len(group) > 1 and len({part.dtype for part in parts}) == 1:
-            product = JoinedLinear(parts, [_bias(module, node) for node in group])
-            join(module, f"_joined{index}", group, product)
+            product = JoinedLinear(parts, [bias_of(module, node) for node in group])
+            join(module, f"_joined{index}", group[0].args[0], group, product)
             joined.append(product)
     return joined
-
-
-def _bias(module: GraphModule, linear: Node) -> torch.Tensor | None:
-    bias = linear.args[2] if len(linear.args) > 2 else None
-    return bias and tensor(module, bias)
 
 
 # Weights of query and key, then the numbers of `Norm`.

@@ -18,12 +18,7 @@ from torch.fx import Graph, Node
 
 from draftsmith.drafters.compiled.capture import attend
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
-from draftsmith.drafters.compiled.patterns import (
-    cleared_at_zero,
-    fixed,
-    multiply,
-    multiply_gated,
-)
+from draftsmith.drafters.compiled.patterns import cleared_at_zero, fixed, multiply
 from draftsmith.kernels.attention import paged_compiled
 from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.call_list import CallKind
@@ -141,7 +136,6 @@ class KernelSteps:
         self.layers: list[Layer] = []
         kernels: dict[Any, Callable[[Node], None]] = {
             multiply: self._multiply,
-            multiply_gated: self._multiply_gated,
             RowSteps.normalise: self._normalise,
             RowSteps.rotate: self._rotate,
             RowSteps.gate: self._gate,
@@ -245,19 +239,12 @@ class KernelSteps:
         self.steps.append(KernelStep(kind, function, places, numbers, reals))
 
     def _multiply(self, node: Node) -> None:
-        sizes = self.constants[node.args[0]].sizes
-        self.products[node] = (self._product(node, sum(sizes)), sizes)
-
-    def _multiply_gated(self, node: Node) -> None:
-        self.views[node] = self._product(node, self.constants[node.args[0]].sizes[0])
-
-    def _product(self, node: Node, num_outputs: int) -> View:
         packed, rows = self.constants[node.args[0]], self._view(node.args[1])
         if packed.few is None or rows.stride != rows.width:
             raise Unlike("a product that is torch's")
-        out = self._new((*rows.shape[:-1], num_outputs))
+        out = self._new((*rows.shape[:-1], packed.few.num_outputs))
         self._do(CallKind.MULTIPLY, None, (rows, packed, out), (rows.width, out.width))
-        return out
+        self.products[node] = (out, packed.sizes)
 
     def _item(self, node: Node) -> None:
         whole, sizes = self.products[node.args[0]]

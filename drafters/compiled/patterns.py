@@ -236,14 +236,21 @@ def _is_slice(node: Node, of: Node, begin: int, end: int) -> bool:
     )
 
 
-def join(module: GraphModule, name: str, nodes: list[Node], product: Product) -> None:
-    """One call in place of `nodes`, each of which is one of its outputs."""
+def bias_of(module: GraphModule, linear: Node) -> torch.Tensor | None:
+    bias = linear.args[2] if len(linear.args) > 2 else None
+    return bias and tensor(module, bias)
+
+
+def join(
+    module: GraphModule, name: str, rows: Node, nodes: Sequence[Node], product: Product
+) -> None:
+    """One call, of `rows`, in place of `nodes`, each of which is one of its outputs."""
     graph = module.graph
     module.__dict__[name] = product
     with graph.inserting_before(nodes[0]):
         # Not `graph.get_attr`, which warns of whatever is neither a tensor nor a module.
         attribute = graph.create_node("get_attr", name)
-        call = graph.call_function(multiply, (attribute, nodes[0].args[0]))
+        call = graph.call_function(multiply, (attribute, rows))
         outputs = [
             graph.call_function(operator.getitem, (call, index)) for index in range(len(nodes))
         ]
@@ -253,22 +260,6 @@ def join(module: GraphModule, name: str, nodes: list[Node], product: Product) ->
 
 def multiply(product: Product, rows: torch.Tensor) -> Any:
     return product(rows)
-
-
-def join_gated(module: GraphModule, name: str, gate: Node, product: Product) -> None:
-    """One call in place of a gate and of the two products that it reads, both of the same rows."""
-    opened, factor = gate.args
-    module.__dict__[name] = product
-    with module.graph.inserting_before(gate):
-        attribute = module.graph.create_node("get_attr", name)
-        call = module.graph.call_function(multiply_gated, (attribute, opened.args[0]))
-    replace(module.graph, gate, call)
-    for node in (opened, factor):
-        module.graph.erase_node(node)
-
-
-def multiply_gated(product: Product, rows: torch.Tensor) -> torch.Tensor:
-    return product(rows)[0]
 
 
 def call_directly(graph: Graph) -> None:

@@ -17,12 +17,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from draftsmith.drafters.compiled.packed_linear import GatedLinear, PackedLinear, packable
 from draftsmith.drafters.compiled.patterns import (
+    bias_of,
     call_directly,
     drop_no_operations,
     fixed,
     fuse_gates,
     join,
-    join_gated,
     merge_equal,
     norm_parts,
     norm_weight,
@@ -210,19 +210,15 @@ def _pack(
     module: GraphModule, name: str, nodes: list[Node], options: Mapping[str, Any]
 ) -> PackedLinear:
     gate = _gate_of(nodes)
-    if gate is not None:
-        nodes = list(gate.args)
-    biases = [node.args[2] if len(node.args) > 2 else None for node in nodes]
-    layers = (
-        [tensor(module, node.args[1]) for node in nodes],
-        [None if bias is None else tensor(module, bias) for bias in biases],
-    )
-    if gate is not None:
-        gated = GatedLinear(*layers, gate.target.__self__, **options)
-        join_gated(module, name, gate, gated)
-        return gated
-    packed = PackedLinear(*layers, **options)
-    join(module, name, nodes, packed)
+    linears = nodes if gate is None else gate.args
+    weights = [tensor(module, node.args[1]) for node in linears]
+    biases = [bias_of(module, node) for node in linears]
+    if gate is None:
+        packed = PackedLinear(weights, biases, **options)
+    else:
+        packed = GatedLinear(weights, biases, gate.target.__self__, **options)
+    # Not the group's own key, in whose place another call may stand by now.
+    join(module, name, linears[0].args[0], nodes if gate is None else [gate], packed)
     return packed
 
 
