@@ -51,7 +51,7 @@ def learn(config: DistillConfig, stop: threading.Event) -> None:
             daemon.loop(stop)
             if not daemon.is_outdated:
                 return
-            left, before = daemon.target.revision, daemon.shared.predict()
+            left, before = daemon.target.revision, daemon.track.predict()
             status.event(f"target {config.target!r} has new weights; reading it again")
             # Its target and drafts go before the next ones come.
             throttle.look_up = nothing
@@ -94,7 +94,7 @@ def check(config: DistillConfig) -> None:
     learning.check(config.learn)
     if (config.server is None) != (config.tpot_ms is None):
         raise UserError("server and tpot_ms belong together; give both or neither")
-    learn, gate, pool = config.learn, config.gate, config.pool
+    learn, gate = config.learn, config.gate
     if learn.reservoir < learn.fresh:
         raise UserError(
             f"learn.reservoir is {learn.reservoir}, below learn.fresh {learn.fresh}; no update "
@@ -104,9 +104,4 @@ def check(config: DistillConfig) -> None:
         raise UserError(
             f"gate.window is {gate.window}, below gate.requests {gate.requests}; no decision "
             "could ever be made"
-        )
-    if pool.idle_requests < pool.requests:
-        raise UserError(
-            f"pool.idle_requests is {pool.idle_requests}, below pool.requests {pool.requests}; no "
-            "class could ever begin"
         )

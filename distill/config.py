@@ -275,25 +275,6 @@ class DriftConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolConfig:
-    most: int | None = option(
-        None,
-        "drafts for one class of requests each, beside the live one; those that only learn count "
-        "too; 0 ends them; without it "
-        "as many as --versions has",
-        limits=NOT_NEGATIVE,
-    )
-    requests: int = option(
-        128, "of a class, among the latest ones, that begin a draft for it", limits=AT_LEAST_1
-    )
-    idle_requests: int = option(
-        2048,
-        "how many latest ones; a class with none among them loses its draft",
-        limits=AT_LEAST_1,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class RetentionConfig:
     # Below the size of a few shards, unread records would be deleted.
     bytes: int = option(
@@ -319,7 +300,6 @@ class DistillConfig:
     learn: LearnConfig = option(factory=LearnConfig)
     gate: GateConfig = option(factory=GateConfig)
     drift: DriftConfig = option(factory=DriftConfig)
-    pool: PoolConfig = option(factory=PoolConfig)
     retention: RetentionConfig = option(factory=RetentionConfig)
     poll_s: float = option(1.0, "pause when there is nothing new", limits=SECONDS)
     save_s: float = option(

@@ -1,4 +1,4 @@
-"""Loop of the daemon: read, sort texts into tracks, train and decide, save, show status."""
+"""Loop of the daemon: read, train and decide, save, show status."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ from draftsmith.distill.learn.rehearsal import rehearsal_of
 from draftsmith.distill.learn.teachers import open_target
 from draftsmith.distill.learn.text_states import TargetFolder, states_of
 from draftsmith.distill.monitor.monitor import FALSE_ALARM, Monitor
-from draftsmith.distill.pool.pool import ClassPool
 from draftsmith.distill.state import LEARNER, LearnerContext, LearnerCounters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters import versions
-from draftsmith.drafters.pool import pool_root
 from draftsmith.files import sweep
 from draftsmith.record import RoundRecord
 
@@ -42,14 +40,13 @@ MAX_RECORDS = 4096  # of a look into the buffer
 
 
 class Daemon:
-    """Owner of the tracks, the reader, the saved state and the status. A full disk may fail every
+    """Owner of the track, the reader, the saved state and the status. A full disk may fail every
     part of a cycle without ending the loop."""
 
     def __init__(self, config: DistillConfig, status: Status, throttle: Throttle):
         self.config, self.status, self.throttle = config, status, throttle
         self.root = Path(config.versions)
-        classes = pool_root(self.root)
-        for folder in (self.root, self.root / LEARNER, classes, *classes.glob("*/")):
+        for folder in (self.root, self.root / LEARNER):
             sweep(folder)
         self.source = TargetFolder(config.target)
         # other weights have come into the target's folder since
@@ -70,9 +67,8 @@ class Daemon:
             rehearsal_of(config.learn, self.target, gate=config.gate, seed=config.seed),
             self.states,
         )
-        self.shared = DraftTrack(self.root, context, draft=config.draft)
-        self.pool = ClassPool(self.root, context, self.shared)
-        taps = self.shared.learner.teacher.taps
+        self.track = DraftTrack(self.root, context, draft=config.draft)
+        taps = self.track.learner.teacher.taps
         self.reader = BufferReader(config.buffer, with_taps=bool(taps))
         if taps:
             check_recorded(self.reader.folder, taps)
@@ -83,30 +79,21 @@ class Daemon:
         self._restore()
         self.saved_cursor = dict(self.reader.cursor)
 
-    @property
-    def tracks(self) -> dict[str, DraftTrack]:
-        """Tracks by folder; the shared one, which learns from all traffic, is ""."""
-        return {"": self.shared, **self.pool.tracks}
-
     def _restore(self) -> None:
-        learners = {name: one.learner for name, one in self.tracks.items()}
-        restored = self.saves.restore(learners, target_revision=self.target.revision)
-        known = restored.tracks if restored else {}
+        restored = self.saves.restore(self.track.learner, target_revision=self.target.revision)
         if restored is not None:
             self.reader.cursor = dict(restored.cursor)
             self.counters.take_over(restored.counters)
             self.open = OpenRequests(restored.open, orphans=restored.counters.orphans)
-            self.pool.restore(restored.pool)
             self.revisions = restored.revisions
             if restored.monitor is not None:
                 self.monitor = Monitor.from_dict(restored.monitor, FALSE_ALARM)
-        for name, one in self.tracks.items():
-            one.begin(known.get(name))
-            if restored is not None and restored.is_rebased:
-                one.num_unscored = len(one.window)
+        self.track.begin(restored.track if restored else None)
         if restored is not None:
+            if restored.is_rebased:
+                self.track.num_unscored = len(self.track.window)
             self.status.event(
-                f"goes on after update {self.counters.updates}, version {self.shared.live.version} "
+                f"goes on after update {self.counters.updates}, version {self.track.live.version} "
                 "is live"
             )
         decisions = self.root / versions.DECISIONS
@@ -136,7 +123,7 @@ class Daemon:
         self.guarded(self.save)
         self.show()
         self.status.event(
-            f"stopped after update {self.counters.updates}, version {self.shared.live.version} is "
+            f"stopped after update {self.counters.updates}, version {self.track.live.version} is "
             "live"
         )
 
@@ -144,21 +131,21 @@ class Daemon:
         """Prints and logs what the live draft is accepted with under these weights, by text that is
         there already. `before`: under the revision `left`."""
         with self.throttle.work():
-            now = self.shared.predict()
+            now = self.track.predict()
         known = ", ".join(
             f"{value:.3f} {when}"
             for value, when in ((before, "before"), (now, "now"))
             if value is not None
         )
-        texts = len(self.shared.window)
+        texts = len(self.track.window)
         reason = (
-            f"alpha of version {self.shared.live.version} on {texts} held-out texts: {known}"
+            f"alpha of version {self.track.live.version} on {texts} held-out texts: {known}"
             if known
             else "no held-out text to predict its alpha with"
         )
         numbers: dict[str, Any] = {"target_revision": self.target.revision, "left": left}
         numbers |= {"alpha_before": before, "alpha_predicted": now}
-        self.shared.log.add({"decision": "target", "reason": reason, **numbers})
+        self.track.log.add({"decision": "target", "reason": reason, **numbers})
         self.status.event(f"target revision {self.target.revision} replaces {left}: {reason}")
         self.show()
 
@@ -166,18 +153,16 @@ class Daemon:
         """Ends the work after the last traffic. Returns False while a decision waits to be
         logged."""
         self.sort_in_finished(idle_s=0.0)
-        for one in self.tracks.values():
-            one.finish()
-        self.pool.review()
+        self.track.finish()
         self.show()
-        return not any(one.log.waiting for one in self.tracks.values())
+        return not self.track.log.waiting
 
     def is_done(self, idle_s: float) -> bool:
         """`idle_s`: from the last work to the last look."""
         if self.source.is_new:
             return False
         until_s = self.config.until_idle_s
-        if not self.shared.context.has_updates_left:
+        if not self.track.context.has_updates_left:
             return True
         return until_s is not None and idle_s > until_s
 
@@ -195,11 +180,10 @@ class Daemon:
         self.is_outdated = self.source.has_settled()
         if self.is_outdated:
             return True
-        for one in self.tracks.values():
-            one.lifecycle.follow()
+        self.track.lifecycle.follow()
         arrived = not self.has_backlog and self.take_in()
         is_rested = self.throttle.pay()
-        has_update = is_rested and self.work()
+        has_update = is_rested and self.track.work()
         if has_update and time.monotonic() - self.saved_s >= self.config.save_s:
             self.save()
         self.retain()
@@ -209,18 +193,12 @@ class Daemon:
     @property
     def has_backlog(self) -> bool:
         """True while texts wait for an update of their own (`learn.most_fresh`)."""
-        return any(one.uses_each and one.is_update_due for one in self.tracks.values())
-
-    def work(self) -> bool:
-        worked = [one.work() for one in self.tracks.values()]
-        self.pool.review()
-        return any(worked)
+        return self.track.uses_each and self.track.is_update_due
 
     def look_up(self) -> None:
         """Follows choices from outside, marks progress and shows the status between the steps of an
         update that rests for long."""
-        for one in self.tracks.values():
-            one.lifecycle.follow()
+        self.track.lifecycle.follow()
         self.reader.mark()
         self.show()
 
@@ -230,16 +208,15 @@ class Daemon:
             return
         self.open.forget(answers)
         self.states.forget()
-        for one in self.tracks.values():
-            one.forget(answers)
+        self.track.forget(answers)
         self.save()
         self.forgotten = answers
         self.status.event(f"{len(answers)} answers are forgotten")
 
     def take_in(self) -> bool:
         cursor = dict(self.reader.cursor)
-        # Where each text is used, a shard at a time: classes begin where their traffic does, in a
-        # recorded buffer too.
+        # Where each text is used, a shard at a time: held-out texts are not of a later time than
+        # the candidate, in a recorded buffer too.
         is_bounded = self.config.learn.most_fresh is not None
         reading = self.reader.read(max_records=1 if is_bounded else MAX_RECORDS)
         if self.source.is_new and not all(self.is_known(one) for one in reading.records):
@@ -298,13 +275,12 @@ class Daemon:
         gate = self.config.gate
         if self.has_taps(text):
             self.counters.held_out += is_held_out(text, gate.held_out, gate.held_out_by)
-        self.shared.take(text)
-        self.pool.take(text)
+        self.track.take(text)
 
     def has_taps(self, text: ServedText) -> bool:
         """False, and counted, where a text lacks the states that the draft reads; the first one is
         reported."""
-        teacher = self.shared.learner.teacher
+        teacher = self.track.learner.teacher
         if teacher.reads(text.records):
             return True
         if self.counters.untapped == 0:
@@ -318,12 +294,12 @@ class Daemon:
 
     def save(self) -> None:
         self.saves.save(
-            {name: one.kept for name, one in self.tracks.items()},
+            self.track.learner,
+            self.track.state,
             cursor=self.reader.cursor,
             counters=self.counters,
             target_revision=self.target.revision,
             revisions=self.revisions,
-            pool=self.pool.to_dict(),
             open_records=self.open.all_records(),
             monitor=self.monitor.to_dict(),
             with_records=not self.reader.folder.is_memory,
@@ -343,12 +319,11 @@ class Daemon:
 
     def show(self) -> None:
         line = (
-            f"update {self.counters.updates}, {self.counters.texts} texts, {self.shared.describe()}"
+            f"update {self.counters.updates}, {self.counters.texts} texts, {self.track.describe()}"
         )
         values = {
             **to_dict(self.counters),
-            **self.shared.to_dict(),
-            "pool": self.pool.numbers(),
+            **self.track.to_dict(),
             "lossless_alarms": len(self.monitor.alarms),
             "losslessness": self.monitor.numbers(),
             "share": self.throttle.share,

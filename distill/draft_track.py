@@ -32,21 +32,18 @@ from draftsmith.distill.gate.gate import (
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.learner import Learner, UpdateReport, taps_share
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.state import KeptTrack, LearnerContext, TrackState
+from draftsmith.distill.state import LearnerContext, TrackState
 from draftsmith.distill.version_lifecycle import DecisionLog, LiveVersion, VersionLifecycle
 from draftsmith.drafters import versions
 
 
 class DraftTrack:
-    """Learner, training texts and held-out window of the draft for requests of class `name`.
+    """Learner, training texts and held-out window of the draft."""
 
-    "" is for all requests, and the only track with versions on trial.
-    """
-
-    def __init__(self, root: str | Path, context: LearnerContext, *, draft: str, name: str = ""):
+    def __init__(self, root: str | Path, context: LearnerContext, *, draft: str):
         self.root, self.context = Path(root), context
         self.config = context.config
-        self.log = DecisionLog(self.root, context, name)
+        self.log = DecisionLog(self.root, context)
         publisher = Publisher(self.root, draft, context.target)
         self.live = LiveVersion(publisher, context, self.log)
         folder = versions.folder_of(self.root, publisher.version)
@@ -56,8 +53,7 @@ class DraftTrack:
             self.config.learn,
             seed=self.config.seed,
             states=context.states,
-            # A draft of a class is for that class alone.
-            rehearsal=None if name else context.rehearsal,
+            rehearsal=context.rehearsal,
         )
         self.lifecycle = VersionLifecycle(self.live, self.learner, context)
         self.fresh: list[ServedText] = []
@@ -70,9 +66,9 @@ class DraftTrack:
         self.predicted: float | None = None
 
     @property
-    def kept(self) -> KeptTrack:
+    def state(self) -> TrackState:
         displaced = self.live.watch.displaced
-        state = TrackState(
+        return TrackState(
             self.live.version,
             self.is_gate_due,
             self.live.ledger,
@@ -83,7 +79,6 @@ class DraftTrack:
             displaced.version if displaced else None,
             self.lifecycle.spared,
         )
-        return KeptTrack(self.learner, state)
 
     def begin(self, state: TrackState | None) -> None:
         """Goes on from a saved state, whose learner is filled already, or begins at the live
@@ -115,7 +110,7 @@ class DraftTrack:
     def take(self, text: ServedText) -> None:
         """Sorts a finished text into training or held-out texts. One of weights that the target had
         before is a text, and no evidence of how a draft is accepted now."""
-        served_as, gate = self.live.served_as, self.config.gate
+        served_as, gate = str(self.live.version), self.config.gate
         if text.is_of(self.context.target.revision):
             self.live.look_for_drift(text)
             self.lifecycle.canary.observe(text, served_as)
@@ -208,7 +203,7 @@ class DraftTrack:
         self.context.counters.positions_masked += self.latest_update.masked
         self.fresh = self.fresh[len(taken) :]
         if self.is_masked and not was_masked:
-            self.log.report(
+            self.context.report(
                 "nothing was learned from the latest texts, whose records hold no distributions; "
                 "serve without --no-learn-distributions, or give learn.teacher=live"
             )

@@ -1,11 +1,10 @@
 """Saved state of the learner and its parts: one folder that appears by one rename, so that a
 restart neither repeats nor forgets a record.
 
-`LEARNER/state-00000012/` holds `state.json` (the buffer cursor, the counters and the values of each
-draft track) and `open.parquet` (records of requests still running). Each track has a folder, the
-shared one this folder itself, with `candidate.safetensors`, `optimizer.safetensors` (tensors by the
-draft's trained parameters) and Parquet files of round records: `fresh` (not yet trained on),
-`window` (held out), `reservoir` and `latest` (to be replayed).
+`LEARNER/state-00000012/` holds `state.json` (the buffer cursor, the counters and the values of the
+draft track), `candidate.safetensors`, `optimizer.safetensors` (tensors by the draft's trained
+parameters) and Parquet files of round records: `open` (of requests still running), `fresh` (not yet
+trained on), `window` (held out), `reservoir` and `latest` (to be replayed).
 """
 
 from __future__ import annotations
@@ -46,11 +45,13 @@ MOST_REVISIONS = 1024
 FOLDER = re.compile(r"state-(\d{8})")
 LEARNER = "learner"
 TEXTS = ("fresh", "window", "reservoir", "latest")
+# Of the track among `lineages` in the file, where there were once others.
+TRACK = ""
 
 
 @dataclass
 class LearnerCounters:
-    """Totals since the first start, over all tracks."""
+    """Totals since the first start."""
 
     records: int = 0
     damaged_shards: int = 0
@@ -86,7 +87,7 @@ TOTALS = frozenset(one.name for one in fields(LearnerCounters))
 
 @dataclass
 class TrackState:
-    """Saved values of a draft track beside its learner's."""
+    """Saved values of the draft track beside its learner's."""
 
     live_version: int  # that the candidate is being compared with
     is_gate_due: bool
@@ -105,18 +106,12 @@ class TrackState:
         return TrackState(self.live_version, False, Ledger(), None, {}, fresh, window)
 
 
-class KeptTrack(NamedTuple):
-    learner: Learner
-    state: TrackState
-
-
 @dataclass
 class Restored:
     cursor: Cursor
     counters: LearnerCounters
     open: list[RoundRecord]
-    tracks: dict[str, TrackState]
-    pool: dict[str, Any]
+    track: TrackState
     monitor: dict[str, Any] | None
     revisions: list[str]  # that the target had, oldest first, before the one at hand
     is_rebased: bool  # the state is of another one of them: no evidence is left
@@ -134,22 +129,19 @@ class StateFolder:
 
     def save(
         self,
-        tracks: Mapping[str, KeptTrack],
+        learner: Learner,
+        state: TrackState,
         *,
         cursor: Cursor,
         counters: LearnerCounters,
         target_revision: str,
         revisions: Sequence[str] = (),
-        pool: Mapping[str, Any],
         open_records: Sequence[RoundRecord],
         monitor: Mapping[str, Any] | None = None,
         with_records: bool = True,
     ) -> None:
-        """Writes all tracks, by folder ("" is the shared one), and the pool's own values.
-
-        Without records no served text reaches the disk, and a restart goes on without those in
-        hand.
-        """
+        """Writes the track. Without records no served text reaches the disk, and a restart goes on
+        without those in hand."""
         files.sweep(self.root)
         number = max(self.numbers(), default=0) + 1
         with files.atomic_folder(self.root / f"state-{number:08d}") as folder:
@@ -160,23 +152,19 @@ class StateFolder:
                 "counters": asdict(counters),
                 "target_revision": target_revision,
                 "revisions": list(revisions),
-                "pool": pool,
                 "monitor": monitor,
-                "lineages": {
-                    name: _save_track(kept, folder / name, with_records)
-                    for name, kept in tracks.items()
-                },
+                "lineages": {TRACK: _save_track(learner, state, folder, with_records)},
             }
             files.write_json(folder / "state.json", values)
         for older in self.numbers()[:-1]:
             shutil.rmtree(self.root / f"state-{older:08d}", ignore_errors=True)
 
-    def restore(self, learners: Mapping[str, Learner], *, target_revision: str) -> Restored | None:
-        """Fills `learners`. None when no state fits, which one line then reports."""
+    def restore(self, learner: Learner, *, target_revision: str) -> Restored | None:
+        """Fills `learner`. None when no state fits, which one line then reports."""
         for number in reversed(self.numbers()):
             folder = self.root / f"state-{number:08d}"
             try:
-                return self._restore(folder, learners, target_revision)
+                return self._restore(folder, learner, target_revision)
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
                 logger.warning(
                     "learner state %s cannot be used (%s); starting without it",
@@ -185,9 +173,7 @@ class StateFolder:
                 )
         return None
 
-    def _restore(
-        self, folder: Path, learners: Mapping[str, Learner], target_revision: str
-    ) -> Restored:
+    def _restore(self, folder: Path, learner: Learner, target_revision: str) -> Restored:
         values: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         if values["schema"] != SCHEMA_VERSION:
             raise ValueError(f"schema {values['schema']}, this is {SCHEMA_VERSION}")
@@ -195,35 +181,28 @@ class StateFolder:
         revisions = [one for one in values["revisions"] if one != target_revision]
         if is_rebased := left != target_revision:
             revisions = [*revisions, left][-MOST_REVISIONS:]
-        known = {name: one for name, one in values["lineages"].items() if name in learners}
         counters, records = LearnerCounters(**values["counters"]), _records(folder / "open.parquet")
-        saved = {
-            name: _read_track(one, learners[name].parameters, folder / name)
-            for name, one in known.items()
-        }
+        # All or nothing: everything is read before the learner is touched.
+        saved = _read_track(values["lineages"][TRACK], learner.parameters, folder)
         if is_rebased:
-            saved = {name: one.rebased() for name, one in saved.items()}
-        # All or nothing: everything is read before the first learner is touched.
-        for name, one in saved.items():
-            one.fill(learners[name])
-        tracks = {name: one.state for name, one in saved.items()}
-        if is_rebased:
+            saved = saved.rebased()
             records = [record_table.tokens_only(record) for record in records]
-        return Restored(
+        restored = Restored(
             values["cursor"],
             counters,
             records,
-            tracks,
-            values["pool"],
+            saved.state,
             values["monitor"],
             revisions,
             is_rebased,
         )
+        saved.fill(learner)
+        return restored
 
 
-def _save_track(kept: KeptTrack, folder: Path, with_records: bool) -> dict[str, Any]:
-    learner, state = kept
-    folder.mkdir(exist_ok=True)
+def _save_track(
+    learner: Learner, state: TrackState, folder: Path, with_records: bool
+) -> dict[str, Any]:
     _save_tensors(learner, folder)
     kept_texts = state.fresh, state.window, learner.reservoir.texts, learner.reservoir.latest
     for name, texts in zip(TEXTS, kept_texts, strict=True):
@@ -237,7 +216,7 @@ def _save_track(kept: KeptTrack, folder: Path, with_records: bool) -> dict[str, 
 
 
 class Saved(NamedTuple):
-    """Values of a track as read, before any is applied."""
+    """Values of the track as read, before any is applied."""
 
     state: TrackState
     weights: dict[str, torch.Tensor]
@@ -327,7 +306,7 @@ class LearnerContext:
     throttle: Throttle
     counters: LearnerCounters
     report: Callable[[str], None]  # prints a line for people
-    save: Callable[[], None]  # saves the state of all tracks
+    save: Callable[[], None]  # saves the state
     cursor: Callable[[], Mapping[str, int]]  # records read so far, per writer of the buffer
     rehearsal: Rehearsal | None
     states: TextStates  # of the target on the texts that are trained and scored

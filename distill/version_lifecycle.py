@@ -1,4 +1,4 @@
-"""Changes of the live version of a draft track: publish, try, promote, roll back, rebase, prune."""
+"""Changes of the live version of a draft track: publish, try, promote, roll back, prune."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class VersionLifecycle:
         if self._chosen() != self.live.version:
             left = self.live.version
             self.publisher.reload()
-            self.log.report(
+            self.context.report(
                 f"version {self.live.version} was chosen instead of {left}; learning goes on "
                 "from it"
             )
@@ -80,7 +80,7 @@ class VersionLifecycle:
             self.start_over()
         elif self.canary.follow():
             on_trial = f"version {self.canary.version}" if self.canary.trial else "no version"
-            self.log.report(f"{on_trial} is on trial now, as its file says")
+            self.context.report(f"{on_trial} is on trial now, as its file says")
             if self.canary.trial is None:
                 self.start_over()
 
@@ -122,12 +122,12 @@ class VersionLifecycle:
         )
         drift = self.live.drift
         if drift.count_decision(promoted=version is not None):
-            self.log.report(
+            self.context.report(
                 f"{drift.fruitless} decisions without a promotion; learning rests until the "
                 "traffic changes"
             )
         elif drift.fruitless and drift.fruitless % HINT_EVERY == 0:
-            self.log.report(
+            self.context.report(
                 f"{drift.fruitless} decisions in a row without a promotion; a lower learn.lr may "
                 "help"
             )
@@ -139,7 +139,7 @@ class VersionLifecycle:
         live = self.live.version
         # Servers have one version on trial at a time; a live version in quarantine, or one
         # whose files are damaged since, leaves nothing to compare with.
-        is_tried = not self.log.name and not self.live.made_for and self.publisher.is_live_whole()
+        is_tried = not self.live.made_for and self.publisher.is_live_whole()
         share = self.context.config.gate.canary if is_tried else 0.0
         try:
             version = self._write(decision, candidate, is_live=share == 0)
@@ -185,16 +185,6 @@ class VersionLifecycle:
                 live=is_live,
             )
 
-    def rebase(self, drafter: TrainedDrafter, version: int) -> None:
-        """Copies the live draft of all classes here as the live version. The candidate stays and
-        is compared with the copy."""
-        reason = f"version {version} of the draft that all classes share"
-        self.publisher.publish(
-            drafter, training={}, data_range={"copy_of": version}, gate={"reason": reason}
-        )
-        self._new_live_version()
-        self.prune()
-
     def prune(self) -> None:
         needed = (
             self.publisher.parent_version,
@@ -216,7 +206,7 @@ class VersionLifecycle:
         # Traffic has changed, and what the candidate has learned may be needed again.
         is_kept = watched.is_outdone and self._is_proven(left, version)
         if not self.publisher.roll_back(version):
-            self.log.report(
+            self.context.report(
                 f"version {left} is worse than {version} ({watched.reason}), which cannot be "
                 "returned to any more"
             )
@@ -247,7 +237,7 @@ class VersionLifecycle:
         """Promotes the version on trial or rolls it back, once the evidence suffices. `window`
         holds the newest held-out texts."""
         if self.canary.became_unseen():
-            self.log.report(
+            self.context.report(
                 f"version {self.canary.version} is on trial and servers draft for no request; the "
                 "trial waits until they do"
             )
@@ -298,11 +288,6 @@ class LiveVersion:
     def draft(self) -> TrainedDrafter:
         return self.publisher.live
 
-    @property
-    def served_as(self) -> str:
-        """Name of the live version in records."""
-        return f"{self.log.name}/{self.version}" if self.log.name else str(self.version)
-
     def renew(self) -> None:
         """Starts all counts again, for the version that the publisher has made live."""
         self.scorer = self._new_scorer()
@@ -314,17 +299,17 @@ class LiveVersion:
     def notice_target(self) -> None:
         """Logs a version in quarantine once."""
         self.made_for = notice(
-            self.publisher.root, self.version, self.context.target.revision, self.log.report
+            self.publisher.root, self.version, self.context.target.revision, self.context.report
         )
 
     def look_for_drift(self, text: ServedText) -> None:
-        alarm = self.drift.observe(text, self.served_as)
+        alarm = self.drift.observe(text, str(self.version))
         if alarm is not None:
             self.log.drifted(alarm)
 
     def look(self) -> Watched:
         """Comparison with what the version should be accepted with, and with earlier versions."""
-        return self.watch.look(self.ledger, self.served_as)
+        return self.watch.look(self.ledger, str(self.version))
 
     def forget(self, answers: frozenset[str]) -> None:
         self.scorer.forget(answers)
@@ -332,19 +317,12 @@ class LiveVersion:
 
 
 class DecisionLog:
-    """Log of the track of class `name`, "" for all classes.
+    """Log of decisions. A line that a full disk refuses waits for `flush`: a failed write must not
+    separate a decision from its consequences."""
 
-    A line that a full disk refuses waits for `flush`: a failed write must not separate a decision
-    from its consequences.
-    """
-
-    def __init__(self, root: Path, context: LearnerContext, name: str):
-        self.root, self.context, self.name = root, context, name
+    def __init__(self, root: Path, context: LearnerContext):
+        self.root, self.context = root, context
         self.waiting: list[dict[str, Any]] = []
-
-    def report(self, text: str) -> None:
-        """Prints a line for people."""
-        self.context.report(f"class {self.name!r}: {text}" if self.name else text)
 
     def add(self, decision: Mapping[str, Any]) -> None:
         self.waiting.append({"time_s": time.time(), **decision})
@@ -355,7 +333,7 @@ class DecisionLog:
             try:
                 versions.record_decision(self.root, self.waiting[0])
             except OSError as error:
-                self.report(f"{error}; {len(self.waiting)} decisions wait to be logged")
+                self.context.report(f"{error}; {len(self.waiting)} decisions wait to be logged")
                 return
             del self.waiting[0]
 
@@ -367,21 +345,21 @@ class DecisionLog:
         numbers = {**decision.to_dict(), "live": live, "version": version, "share": share}
         self.add({**numbers, "updates": updates})
         self.context.counters.count(decision.decision)
-        self.report(describe(decision, version, share))
+        self.context.report(describe(decision, version, share))
 
     def rolled_back(self, left: int, version: int, numbers: Mapping[str, Any]) -> None:
         self.context.counters.rolled_back += 1
         self.add({"decision": "rolled back", "left": left, "version": version, **numbers})
-        self.report(f"version {left} is rolled back to {version}: {numbers['reason']}")
+        self.context.report(f"version {left} is rolled back to {version}: {numbers['reason']}")
 
     def promoted(self, version: int, left: int, numbers: Mapping[str, Any]) -> None:
         self.add({"decision": "promoted", "version": version, "live": left, **numbers})
-        self.report(f"version {version} is promoted after its trial: {numbers['reason']}")
+        self.context.report(f"version {version} is promoted after its trial: {numbers['reason']}")
 
     def drifted(self, alarm: Alarm) -> None:
         self.context.counters.drift_alarms += 1
         self.add({"decision": "drift", "reason": alarm.describe(), **asdict(alarm)})
-        self.report(f"drift: {alarm.describe()}")
+        self.context.report(f"drift: {alarm.describe()}")
 
 
 def describe(decision: Decision, version: int | None, share: float) -> str:

@@ -1,8 +1,5 @@
 """Watch of a folder of draft versions: the version that `current` names there, newer or rolled
-back, is swapped in.
-
-So are the version on trial that `canary.json` names and the versions of each class in `pool/`:
-drafts beside the live one.
+back, is swapped in. So is the version on trial that `canary.json` names, beside the live one.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.drafters.pool import DraftPool, pool_root, read_pool
 from draftsmith.drafters.versions import (
     Canary,
     folder_of,
@@ -30,14 +26,13 @@ from draftsmith.serve.drafts.served import PROBE
 from draftsmith.serve.drafts.swap import SwapLate
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.load import LoadedDraft
-from draftsmith.serve.requests.request import CANARY, LIVE, class_draft, shown
+from draftsmith.serve.requests.request import CANARY, LIVE, shown
 
 log = logging.getLogger(__name__)
 
 
 class VersionFollower:
-    """One draft of the server and the folder its versions come from. `label` precedes a version's
-    number in metrics and records."""
+    """One draft of the server and the folder its versions come from."""
 
     def __init__(
         self,
@@ -45,17 +40,10 @@ class VersionFollower:
         root: Path,
         draft: str,
         *,
-        label: str = "",
         serving: int | None = None,
         refused: str = "",
     ):
-        self.loop, self.root, self.draft, self.label, self.serving = (
-            loop,
-            root,
-            draft,
-            label,
-            serving,
-        )
+        self.loop, self.root, self.draft, self.serving = loop, root, draft, serving
         self._refused: tuple[int, Signature] | None = None  # with the files that it had then
         self._last_error = refused
 
@@ -83,22 +71,21 @@ class VersionFollower:
         seen = wanted, signature(folder_of(self.root, wanted), "**/*")
         if seen == self._refused:
             return False
-        named = f"{self.label}{wanted}"
         try:
             folder = open_version(self.root, wanted)
             if reason := self.misfit(wanted):
                 raise UserError(
-                    f"version {named} stays out: {reason}; let distill learn for this target"
+                    f"version {wanted} stays out: {reason}; let distill learn for this target"
                 )
-            swap = self.loop.swap(str(folder), named, draft=self.draft)
+            swap = self.loop.swap(str(folder), str(wanted), draft=self.draft)
         except SwapLate as error:
             return self._log_once(error)  # the next look tries it again
         except UserError as error:
             self._refused = seen
             return self._log_once(error)
         log.info(
-            "draft version %s swapped in (%s), pause %.1f ms",
-            named,
+            "draft version %d swapped in (%s), pause %.1f ms",
+            wanted,
             shown(self.draft),
             1000 * swap.pause_s,
         )
@@ -139,7 +126,6 @@ class VersionWatcher:
         self.loop, self.root, self.poll_s = loop, Path(root), poll_s
         self._live = VersionFollower(loop, self.root, LIVE, serving=serving, refused=refused)
         self._canary = VersionFollower(loop, self.root, CANARY)
-        self._classes: dict[tuple[str, str], VersionFollower] = {}  # by class and folder
         self._wrong: set[str] = set()  # errors of the latest look,
         self._wrong_before: set[str] = set()  # and of the one before
         self._stopping = threading.Event()
@@ -166,12 +152,6 @@ class VersionWatcher:
         self._wrong_before, self._wrong = self._wrong, set()
         changed = self._live.current()
         self._follow_canary(self._read_canary())
-        try:
-            self._follow_pool(read_pool(self.root) or DraftPool())
-        except UserError as error:
-            # The served drafts stay.
-            if self._is_new(str(error)):
-                log.warning("%s", error)
         return changed
 
     def _read_canary(self) -> Canary | None:
@@ -196,21 +176,9 @@ class VersionWatcher:
             self._canary.serve(canary.version)
             # A version that was refused must not get the share of the one before.
             share = canary.share if self._canary.serving == canary.version else 0.0
-        self.loop.set_routing(canary_share=share)
+        self.loop.engine.drafts.canary_share = share
         if share == 0.0:
             self._canary.end()
-
-    def _follow_pool(self, pool: DraftPool) -> None:
-        self.loop.set_routing(pool=pool)
-        for key in [key for key in self._classes if pool.classes.get(key[0]) != key[1]]:
-            self._classes.pop(key).end()
-        for name, folder in pool.classes.items():
-            if (name, folder) not in self._classes:
-                root = pool_root(self.root) / folder
-                self._classes[name, folder] = VersionFollower(
-                    self.loop, root, class_draft(name), label=f"{name}/"
-                )
-            self._classes[name, folder].current()
 
     def _run(self) -> None:
         # Versions are loaded, checked and made ready on this thread.

@@ -8,7 +8,6 @@ Files in reading order:
 - `regression`: roll back of a worse version
 - `canary`: a version on trial
 - `drift`: drift of traffic
-- `class_comparison`: drafts of classes against the live draft
 
 Other chapters import all of it.
 """

@@ -86,8 +86,7 @@ class Trial:
 
     def observe(self, text: ServedText, *, live: str, canary: str, drop: float) -> None:
         """Counts a request. `live` and `canary` are the versions' names in records. Requests
-        drafted by another version, a class's draft or a server without a trained draft are left
-        out."""
+        drafted by another version or a server without a trained draft are left out."""
         rounds = [record for record in text.records if record.drafted]
         if any(record.draft_version not in (live, canary) for record in rounds):
             return

@@ -182,7 +182,7 @@ class PrefixCache:
         return request.block_keys[index]
 
     def _root_of(self, request: Request) -> bytes:
-        parts = (request.route.draft, request.options.adapter, request.options.cache_salt)
+        parts = (request.draft_name, request.options.adapter, request.options.cache_salt)
         return self._root + "\0".join(parts).encode()
 
     def _wanted_taps(

@@ -1,43 +1,33 @@
 """Drafts that an engine serves: their loading, swapping and retiring, and the draft of each
 request, chosen once, when it comes in, before anything is drawn.
 
-Drafts have names: `LIVE`, `CANARY` (a version on trial) and `class_draft(NAME)`, the draft of a
-class of requests. `prepare` may run on any thread; all else runs on the engine's, between two
-rounds.
+Drafts have names: `LIVE` and `CANARY` (a version on trial). `prepare` may run on any thread; all
+else runs on the engine's, between two rounds.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 import torch
 
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.pool import DraftPool
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.versions import in_canary
 from draftsmith.errors import UserError
-from draftsmith.prompts.shares import uniform
 from draftsmith.record import hashed
 from draftsmith.serve.drafts.served import ServedDraft
 from draftsmith.serve.drafts.swap import Swap, apply_swap, prepare_new, prepare_swap
-from draftsmith.serve.requests.request import CANARY, LIVE, Request, Route, class_draft
+from draftsmith.serve.requests.request import CANARY, LIVE, Request
 from draftsmith.serve.stats import EngineStats
 
 log = logging.getLogger(__name__)
-WINDOW = 64  # latest requests that a draft is measured by
-FEWEST = 12  # of these, before they count
-CERTAIN = 3.0  # standard errors
-# of a class's requests are drafted by the other of its two drafts, so that both stay known
-PROBES = 0.1
 
 
 class DraftSet:
-    """Drafts by name: the live one and, beside it, further ones of its family and shape.
+    """Drafts by name: the live one and, beside it, one on trial of its family and shape.
 
     Args:
         drafter: of the live draft; None: no speculation.
@@ -60,7 +50,7 @@ class DraftSet:
         self.served: dict[str, ServedDraft] = (
             {} if drafter is None else {LIVE: ServedDraft(LIVE, drafter)}
         )
-        self.router = Router()
+        self.canary_share = 0.0  # of the requests, for the version on trial; any thread may set it
         self.swaps: deque[Swap] = deque()  # filled by any thread, emptied by the engine's
 
     @property
@@ -94,7 +84,7 @@ class DraftSet:
             self.stats.num_swaps_refused += 1
             raise UserError(
                 f"version {version} found no room on the device ({error}); serve with a smaller "
-                "memory_gib or fewer drafts"
+                "memory_gib"
             ) from error
         self.swaps.append(swap)
         return swap
@@ -124,7 +114,6 @@ class DraftSet:
             self.stats.count_swap(swap.draft, swap.version, pause_s)
         if swap.drafter is not None:
             self.put(swap.draft, swap.drafter)
-        self.router.forget(swap.draft)
         swap.done.set()
 
     def put(self, draft: str, drafter: ServingDrafter) -> None:
@@ -141,104 +130,17 @@ class DraftSet:
         """Drop retired drafts that no request has."""
         if not any(draft.retired for draft in self.served.values()):
             return
-        used = {request.route.draft for request in self._requests()}
+        used = {request.draft_name for request in self._requests()}
         gone = [name for name, draft in self.served.items() if draft.retired and name not in used]
         if gone:
             self.served = {name: one for name, one in self.served.items() if name not in gone}
         for draft in gone:
             self.stats.forget(draft)
-            self.router.forget(draft)
 
     def route(self, request: Request) -> None:
         """Choose the draft of a new request; one that does not draft needs none."""
         if request.k > 0:
             # By the name in its records, so that the learner finds the chosen ones.
-            name = hashed(request.id)
-            request.route = self.router.choose(
-                name, request.options.request_class, request.tokens, self.ready
-            )
-            self.stats.routed[request.route.draft] += 1
-
-    def finished(self, request: Request) -> None:
-        """Count the draft's acceptance for the request's class, unless its draws can be repeated
-        or it has an adapter, and drop retired drafts."""
-        measured = request.route.pool_class and not request.options.adapter
-        if measured and not request.repeatable:
-            self.router.observe(
-                request.route, request.speculation.own_reached, request.speculation.own_kept
-            )
-        self.release()
-
-
-@dataclass
-class MeasuredDraft:
-    """Share of the reached drafted tokens that was kept, per request."""
-
-    shares: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-
-    @property
-    def mean(self) -> float:
-        return sum(self.shares) / len(self.shares)
-
-    @property
-    def squared_error(self) -> float:
-        """Squared standard error of the mean. Tokens of one request are alike, so requests are
-        counted."""
-        mean, count = self.mean, len(self.shares)
-        return sum((share - mean) ** 2 for share in self.shares) / (count * (count - 1))
-
-
-class Router:
-    """Routes by the pool and the trial. `EngineLoop.set_routing` sets `canary_share` and `pool`
-    from other threads; the rest belongs to the engine's.
-
-    A class's draft drafts its class until it is measured to be worse there than the live one, and
-    again once it is not. Requests left for the live draft take part in the trial of a version,
-    whatever the reason: the trial compares like with like.
-    """
-
-    def __init__(self) -> None:
-        self.canary_share = 0.0
-        self.pool = DraftPool()
-        self._measured: dict[Route, MeasuredDraft] = {}
-
-    def choose(
-        self, request: str, request_class: str, prompt: Sequence[int], ready: Collection[str]
-    ) -> Route:
-        """Route of a request.
-
-        Args:
-            request: its name in records, by which their readers find the requests on trial.
-            ready: drafts that take requests.
-        """
-        pool = self.pool
-        name = pool.class_of(request_class, prompt) if pool.classes else ""
-        if name not in pool.classes:
-            name = ""
-        elif class_draft(name) in ready and self.prefers(name) != is_probe(request):
-            return Route(class_draft(name), name)
-        canary = CANARY in ready and in_canary(request, self.canary_share)
-        return Route(CANARY if canary else LIVE, name)
-
-    def observe(self, route: Route, reached: int, kept: int) -> None:
-        """Count a finished request: `reached` drafted tokens whose prefix was kept, of which `kept`
-        were kept."""
-        if route.pool_class and reached > 0:
-            self._measured.setdefault(route, MeasuredDraft()).shares.append(kept / reached)
-
-    def prefers(self, name: str) -> bool:
-        """True unless the class's own draft is measured to be worse there than the live one."""
-        own, live = (self._measured.get(Route(draft, name)) for draft in (class_draft(name), LIVE))
-        if own is None or live is None or min(len(own.shares), len(live.shares)) < FEWEST:
-            return True
-        return own.mean + CERTAIN * math.sqrt(own.squared_error + live.squared_error) >= live.mean
-
-    def forget(self, draft: str) -> None:
-        """Drop the measurements of a draft that has other weights now, or is gone."""
-        self._measured = {
-            route: measured for route, measured in self._measured.items() if route.draft != draft
-        }
-
-
-def is_probe(request: str) -> bool:
-    return uniform(request, "probe") < PROBES
+            if CANARY in self.ready and in_canary(hashed(request.id), self.canary_share):
+                request.draft_name = CANARY
+            self.stats.routed[request.draft_name] += 1

@@ -181,13 +181,13 @@ class Committer:
         """Version that drafted the row; None for text in its place and for no draft."""
         if not round.drafted.by_its_draft(row.index):
             return None
-        return self.stats.draft_versions[row.row.request.route.draft]
+        return self.stats.draft_versions[row.row.request.draft_name]
 
     def _count(self) -> None:
         """Count the rows that were committed, those that are alike at once."""
         stats, alike = self.stats, Counter[tuple[int, int, int, str | None, int]]()
         for request, offered, accepted, committed, version, before in self._uncounted:
-            request.speculation.add(offered, accepted, committed, own=version is not None)
+            request.speculation.add(offered, accepted, committed)
             stats.num_generation_tokens += committed
             if request.repeatable:
                 stats.num_seeded_tokens += committed
@@ -248,7 +248,7 @@ class Committer:
         if not self.scheduler.running:
             self._shared = None
         self.proposer.finished(request)
-        self.drafts.finished(request)
+        self.drafts.release()
         self.stats.finished[reason.value] += 1
         self.stats.num_seeded_requests += request.repeatable
 

@@ -13,7 +13,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from draftsmith.drafters.pool import DraftPool
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import use_device
 from draftsmith.serve.drafts.swap import Swap, SwapLate
@@ -163,17 +162,6 @@ class EngineLoop:
     def retire(self, draft: str) -> None:
         """Give the draft no more requests; it goes when its last one has ended."""
         self._inbox.put(Action(partial(self.engine.drafts.retire, draft)))
-
-    def set_routing(
-        self, *, canary_share: float | None = None, pool: DraftPool | None = None
-    ) -> None:
-        """Change the share of the version on trial, or the classes with drafts of their own, for
-        requests from now on; None leaves a setting as it is."""
-        router = self.engine.drafts.router
-        if canary_share is not None:
-            router.canary_share = canary_share
-        if pool is not None:
-            router.pool = pool
 
     def quarantine(self) -> None:
         """Let the live draft draft seldom until another version is swapped in."""

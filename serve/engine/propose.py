@@ -206,7 +206,7 @@ class Proposer:
     def finished(self, request: Request) -> None:
         """Hand a finished text to the drafters that remember texts. A request that asked to be kept
         out of learning, or whose draws can be repeated, is kept out of what requests share."""
-        own = self.drafts.served.get(request.route.draft)
+        own = self.drafts.served.get(request.draft_name)
         shared = request.options.learn and not request.repeatable
         for drafter in (None if own is None else own.drafter, self.fallback):
             if not isinstance(drafter, Remembering):
@@ -286,7 +286,7 @@ def rows_by_draft(rows: Sequence[ScheduledRow]) -> dict[str, list[int]]:
     """Indices of the rows of each draft, in the order in which they draft."""
     found: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
-        found.setdefault(row.request.route.draft, []).append(index)
+        found.setdefault(row.request.draft_name, []).append(index)
     return found
 
 

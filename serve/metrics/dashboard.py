@@ -19,7 +19,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 
-from draftsmith.drafters.pool import DraftPool, pool_root, read_pool
 from draftsmith.drafters.versions import (
     latest,
     read_decisions,
@@ -30,7 +29,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts, label_of
 from draftsmith.progress import duration, factor
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.request import CANARY, class_draft, shown
+from draftsmith.serve.requests.request import CANARY, shown
 from draftsmith.serve.stats import EngineStats, StatsReading
 
 PAGE = Path(__file__).with_name("dashboard.html")
@@ -93,12 +92,12 @@ class Source:
     def read(self) -> Told:
         engine = self.history.engine
         learner = None if self.versions is None else read_status(self.versions)
-        decisions = [] if self.versions is None else all_decisions(self.versions)
+        decisions = [] if self.versions is None else decisions_in(self.versions)
         points = list(self.history.points)
         tables = [
             classes_table(self.by_class),
             contexts_table(engine.stats),
-            drafts_table(engine, learner),
+            drafts_table(engine),
             versions_table(self.versions, engine.stats),
             lossless_table(learner),
             decisions_table(decisions),
@@ -177,14 +176,9 @@ def contexts_table(stats: EngineStats) -> Told:
     return table_of("Tokens before the round", ("context", *RATES), rows if len(rows) > 1 else [])
 
 
-def drafts_table(engine: EngineCore, learner: Told | None) -> Told:
-    """One row per draft, the live one first, then the classes that only learn."""
-    stats, pool = engine.stats, (learner or {}).get("pool") or {}
-    notes = {class_draft(name): note(status) for name, status in pool.items()}
-    share = 100 * engine.drafts.router.canary_share
-    notes[CANARY] = f"on trial, {share:.0f} % of the requests"
-    served = stats.draft_versions
-    learning = {draft: "" for draft in map(class_draft, pool) if draft not in served}
+def drafts_table(engine: EngineCore) -> Told:
+    """One row per draft, the live one first."""
+    stats, share = engine.stats, 100 * engine.drafts.canary_share
     routed = dict(stats.routed)
     rows = [
         (
@@ -194,22 +188,13 @@ def drafts_table(engine: EngineCore, learner: Told | None) -> Told:
                 version or "-",
                 str(routed.get(draft, 0)),
                 *rates(stats.by_version.get(version)),
-                notes.get(draft, ""),
+                f"on trial, {share:.0f} % of the requests" if draft == CANARY else "",
             ),
         )
-        for draft, version in {**served, **learning}.items()
+        for draft, version in stats.draft_versions.items()
     ]
-    head = ("draft", "version", "requests", *RATES, "learner")
+    head = ("draft", "version", "requests", *RATES, "")
     return table_of("Drafts", head, rows if len(rows) > 1 else [])
-
-
-def note(status: Mapping[str, Any]) -> str:
-    """Line about a class from the learner's status of it."""
-    learned = f"{status.get('requests', 0)} requests, {status.get('updates', 0)} updates"
-    if not status.get("serving"):
-        return f"learns: {learned}"
-    gain = status.get("gain")
-    return learned if gain is None else f"gain {gain:+.4f}, {learned}"
 
 
 def versions_table(root: str | None, stats: EngineStats) -> Told:
@@ -272,35 +257,23 @@ def decisions_table(decisions: Sequence[Told]) -> Told:
                 time.strftime("%m-%d %H:%M:%S", time.localtime(one.get("time_s") or 0.0)),
                 str(one.get("decision", "")),
                 "-" if one.get("version") is None else str(one["version"]),
-                str(one.get("class", "")),
                 number(one.get("gain"), 4),
                 str(one.get("reason", "")),
             ),
         )
         for one in reversed(decisions)
     ]
-    return table_of("Decisions", ("time", "decision", "version", "class", "gain", "reason"), rows)
+    return table_of("Decisions", ("time", "decision", "version", "gain", "reason"), rows)
 
 
 def is_alarm(decision: Told) -> bool:
     return str(decision.get("decision", "")).startswith(ALARMS)
 
 
-def all_decisions(root: str) -> list[Told]:
-    """Latest decisions about any draft, oldest first; one about a class's draft names the class."""
+def decisions_in(root: str) -> list[Told]:
+    """Latest decisions, oldest first."""
     try:
-        pool = read_pool(root) or DraftPool()
-    except (OSError, UserError):
-        pool = DraftPool()  # the watcher logs it
-    found = decisions_in(Path(root))
-    for name, folder in {**pool.classes, **pool.learning}.items():
-        found += [{"class": name, **one} for one in decisions_in(pool_root(root) / folder)]
-    return sorted(found, key=lambda one: one.get("time_s") or 0.0)[-DECISIONS_SHOWN:]
-
-
-def decisions_in(folder: Path) -> list[Told]:
-    try:
-        return read_decisions(folder, DECISIONS_SHOWN)
+        return read_decisions(root, DECISIONS_SHOWN)
     except (OSError, UserError):
         return []
 

@@ -15,7 +15,6 @@ from random import Random
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from draftsmith.drafters.pool import is_cluster_name
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.random_streams import WORD, signed
@@ -62,11 +61,6 @@ class InputProcessor:
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Request:
         """A checked request; raises `UserError` for one that cannot be honoured exactly."""
-        if is_cluster_name(options.request_class):
-            raise UserError(
-                f"request_class {options.request_class!r} is kept for kinds of prompts that are "
-                "found; choose another name"
-            )
         prompt = list(prompt_ids)
         max_tokens = self.max_tokens(prompt, params, spare=options.prompt_alone)
         stream = None

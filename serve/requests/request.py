@@ -27,22 +27,9 @@ LIVE = ""
 CANARY = "canary"
 
 
-def class_draft(name: str) -> str:
-    # No class can take the name of another draft.
-    return f"pool/{name}"
-
-
 def shown(draft: str) -> str:
     """The name of a draft in logs and metrics."""
     return draft or "live"
-
-
-class Route(NamedTuple):
-    draft: str = LIVE
-    pool_class: str = ""  # the class of the pool it was sorted into; "" for none
-
-
-UNROUTED = Route()
 
 
 class FinishReason(str, enum.Enum):
@@ -88,29 +75,20 @@ class SpeculationStats:
     begins: list[int] = field(default_factory=list)
     num_passes: int = 0
     num_committed: int = 0
-    # Drafted tokens of its own draft (not of text in its place) whose prefix was kept, and how many
-    # of them were kept.
-    own_reached: int = 0
-    own_kept: int = 0
 
     @property
     def tau(self) -> float | None:
         """Tokens per pass of those that verified drafted ones; None without any."""
         return sum(self.committed) / len(self.committed) if self.committed else None
 
-    def add(self, offered: int, accepted: int, committed: int, *, own: bool) -> None:
-        """`own`: its own draft drafted."""
+    def add(self, offered: int, accepted: int, committed: int) -> None:
         self.num_passes += 1
         self.num_committed += committed
         if offered > 0:
             self.begins.append(self.num_committed - committed)
-            kept = min(accepted, committed)
             self.offered.append(offered)
-            self.accepted.append(kept)
+            self.accepted.append(min(accepted, committed))
             self.committed.append(committed)
-            if own:
-                self.own_reached += min(kept + 1, offered)
-                self.own_kept += kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +201,7 @@ class Request:
     max_tokens: int
     on_update: OnUpdate | None = None
     options: RequestOptions = DEFAULT_OPTIONS
-    route: Route = UNROUTED  # its draft, given when it comes in
+    draft_name: str = LIVE  # given when it comes in
     text_stream: TextStream | None = None
     # None: its distribution is the target's under temperature and filters
     sampling_state: SamplingState | None = None

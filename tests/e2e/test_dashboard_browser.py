@@ -50,10 +50,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         root, {"decision": "accept", "reason": "a gain with evidence", "gain": 0.02, "version": 2}
     )
     record_decision(root, {"decision": "drift", "reason": f"class {INJECTION} is accepted less"})
-    pool = {INJECTION: {"serving": False, "requests": 40, "updates": 2}}
-    (root / "status.json").write_text(
-        json.dumps({"time_s": time.time(), "updates": 7, "pool": pool})
-    )
+    (root / "status.json").write_text(json.dumps({"time_s": time.time(), "updates": 7}))
     return root
 
 
@@ -134,7 +131,6 @@ def test_what_a_reader_sees(seen: dict[str, Any], kind: str) -> None:
     rows = [row for table in view["tables"] for row in table]
     assert ["2 live", "0.5000 -> 0.5200", "0.0200"] in [row[:3] for row in rows]
     assert view["alarms"] == 1 and any("accepted less" in row[-1] for row in rows)
-    assert any(row[0] == f"pool/{INJECTION}" for row in rows)
 
 
 def test_names_of_clients_are_text_and_no_markup(seen: dict[str, Any]) -> None:

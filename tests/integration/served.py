@@ -16,7 +16,6 @@ import torch
 from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.options import OPTIONS, SuffixOptions
-from draftsmith.drafters.pool import DraftPool
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
@@ -26,7 +25,7 @@ from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.request import CANARY, class_draft
+from draftsmith.serve.requests.request import CANARY
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.adjusting import adjusted
 from tests.stand_in_drafts import unlike
@@ -234,14 +233,9 @@ def fit(distribution: Distribution, texts: Iterable[list[int]]) -> Fit:
     return g_test(torch.tensor([counts[cell] for cell in cells]), probs)
 
 
-CLASSES = ("", "code", "prose")
-
-
 class Swaps:
     """Other weights of every draft of an engine at each call; `alone` the live draft's, else a
-    version on trial and the drafts of two classes are beside it."""
-
-    further = (CANARY, class_draft("code"), class_draft("prose"))
+    version on trial is beside it."""
 
     def __init__(self, engine: EngineCore, family: str, root: Path, *, alone: bool):
         self.engine, self.rounds, target = engine, 0, engine.runner.target
@@ -250,11 +244,9 @@ class Swaps:
             checkpoint.save(unlike(target, seed, family, **small(family)), folder, target)
         if alone:
             return
-        for number, name in enumerate(self.further):
-            engine.drafts.prepare(self.folders[number % 2], "0", draft=name)
+        engine.drafts.prepare(self.folders[0], "0", draft=CANARY)
         engine.step()
-        engine.drafts.router.canary_share = 0.5
-        engine.drafts.router.pool = DraftPool({"code": "c01", "prose": "c02"})
+        engine.drafts.canary_share = 0.5
 
     def __call__(self) -> None:
         for number, name in enumerate(self.engine.drafts.served):

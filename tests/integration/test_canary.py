@@ -49,7 +49,7 @@ class Site(Loop):
                 tried = self.root / "spoilt"
                 checkpoint.save(module, tried, self.target)
             engine.drafts.prepare(str(tried), str(canary.version), draft=CANARY)
-            engine.drafts.router.canary_share = canary.share
+            engine.drafts.canary_share = canary.share
             engine.step()
 
         self.record(folder, self.prompts(count, seed), seed=seed, version=live, prepare=prepare)

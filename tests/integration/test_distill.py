@@ -131,23 +131,23 @@ def test_each_text_is_read_and_each_draft_scored_once(
     made.serve(60)
     learner = learner_of(made.config, io.StringIO())
     for _ in range(10):
-        if learner.shared.live.version == 1:
+        if learner.track.live.version == 1:
             learner.cycle()
-    assert learner.shared.live.version == 2
-    shared, states = learner.shared, learner.states
+    assert learner.track.live.version == 2
+    track, states = learner.track, learner.states
     assert states.num_read <= 60 < learner.config.learn.steps * learner.config.learn.batch
-    window, live = shared.window, shared.live.scorer
-    fresh = live.of(live.drafter).score(window, max_depth=shared.depth)
+    window, live = track.window, track.live.scorer
+    fresh = live.of(live.drafter).score(window, max_depth=track.depth)
     before = states.num_read
     with monkeypatch.context() as patched:
         patched.setattr(scoring, "score_drafters", None)
-        known = live.score(window, max_depth=shared.depth)
+        known = live.score(window, max_depth=track.depth)
     assert len(window) >= made.config.gate.requests
     for one, other in zip(known, fresh, strict=True):
         np.testing.assert_allclose(one.alpha, other.alpha, atol=1e-6)
     learner.forget(frozenset({window[0].request.partition("-")[0]}))
     assert before == states.num_read and states.num_bytes == 0
-    live.of(live.drafter).score(window[:1], max_depth=shared.depth)
+    live.of(live.drafter).score(window[:1], max_depth=track.depth)
     assert states.num_read == before + 1
 
 
@@ -219,7 +219,7 @@ def test_a_version_chosen_by_hand_is_followed(
     def choose(self: Daemon) -> bool:
         if not seen:
             versions.rollback(made.versions, 1, "by hand")
-        seen.append(self.shared.live.version)
+        seen.append(self.track.live.version)
         return take_in(self)
 
     monkeypatch.setattr(Daemon, "take_in", choose)

@@ -42,17 +42,17 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
         daemon.sort_in(served(number, 3, "code"))
         daemon.sort_in(served(number, 3, "chat"))
     for _ in range(3):
-        daemon.shared.lifecycle.record(Decision("hold", "no gain"))
+        daemon.track.lifecycle.record(Decision("hold", "no gain"))
     assert "learning rests" in told.getvalue()
     before = {
-        name: value.clone() for name, value in daemon.shared.learner.drafter.state_dict().items()
+        name: value.clone() for name, value in daemon.track.learner.drafter.state_dict().items()
     }
-    assert len(daemon.shared.fresh) > 4
+    assert len(daemon.track.fresh) > 4
     daemon.cycle()
     assert daemon.counters.updates == 0 and daemon.status.values["resting"]
     assert all(
         torch.equal(value, before[name])
-        for name, value in daemon.shared.learner.drafter.state_dict().items()
+        for name, value in daemon.track.learner.drafter.state_dict().items()
     )
 
     for number in range(BASELINE, BASELINE + 40):
@@ -82,10 +82,7 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     daemon.open.add([replace(served(0, 1, "code").records[0], round=1)])
     daemon.finish()
     daemon.save()
-    leftovers = [
-        Path(config.versions) / part / ".state-3.0123abcd.tmp"
-        for part in ("", "learner", "pool", "pool/c01")
-    ]
+    leftovers = [Path(config.versions) / part / ".state-3.0123abcd.tmp" for part in ("", "learner")]
     for leftover in leftovers:
         leftover.mkdir(parents=True)
     again = learner_of(config, told)
@@ -95,8 +92,8 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
         again.counters == daemon.counters
         and again.counters.drift_alarms == again.counters.orphans == 1
     )
-    assert again.shared.live.ledger == daemon.shared.live.ledger
-    assert str(again.shared.live.drift.kept()) == str(daemon.shared.live.drift.kept())
+    assert again.track.live.ledger == daemon.track.live.ledger
+    assert str(again.track.live.drift.kept()) == str(daemon.track.live.drift.kept())
 
     made.publish(made.draft)
     for mark in Path(config.buffer).glob("reader-*.json"):
@@ -106,6 +103,6 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     assert list(Path(config.buffer).glob("reader-*.json")), (
         "servers would take a learner that rests as gone"
     )
-    assert again.shared.live.version == again.status.values["version"] == 2, (
+    assert again.track.live.version == again.status.values["version"] == 2, (
         "chosen while an update rests"
     )

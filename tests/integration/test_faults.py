@@ -270,7 +270,7 @@ def test_a_version_that_is_half_there_is_passed_over(loop: Callable[..., Any]) -
     weights = half / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     shutil.copytree(half, made.versions / ".v000003.0123abcd.tmp")
-    files.write_text(made.versions / "pool" / ".pool.json.0123abcd.tmp", "{")
+    files.write_text(made.versions / ".canary.json.0123abcd.tmp", "{")
     daemon.run(replace(made.config, max_updates=0))
     assert not [path for path in made.versions.rglob(".*") if path.suffix == ".tmp"], (
         "swept at the start, not at a publication"
@@ -349,7 +349,7 @@ def test_a_request_whose_records_are_on_their_way_is_waited_for(
     assert is_waited_for(records[2:4], more=True, silent_s=2 * SILENCE_S)
     assert not is_waited_for(records[4:5], more=False, silent_s=2 * SILENCE_S)
     assert learner.counters.orphans == 0 and [
-        len(text.records) for text in [*learner.shared.fresh, *learner.shared.window]
+        len(text.records) for text in [*learner.track.fresh, *learner.track.window]
     ] == [5]
 
 

@@ -31,7 +31,7 @@ def test_a_text_is_scored_before_the_candidate_is_trained_on_it(
     made = loop()
     made.serve(40)
     daemon = learner_of(made, GateConfig(requests=10**6))
-    track, trained = daemon.shared, []
+    track, trained = daemon.track, []
     update = Learner.update
 
     def noted(self: Learner, fresh: Sequence[ServedText], *rest: Any) -> Any:
@@ -58,7 +58,7 @@ def test_a_decision_counts_them_and_the_newest_alone_keep_their_distributions(
     made.serve(40)
     daemon = learner_of(made, GateConfig(requests=2, every=2, window=20))
     daemon.take_in()
-    kept = [text.is_scorable for text in daemon.shared.fresh]
+    kept = [text.is_scorable for text in daemon.track.fresh]
     assert kept == [False] * (len(kept) - 20) + [True] * 20 and len(kept) > 20
     while not made.decisions():
         daemon.cycle()
@@ -70,7 +70,7 @@ def test_held_out_requests_alone_decide_when_asked(loop: Callable[..., Any]) -> 
     made.serve(40)
     daemon = learner_of(made, GateConfig(requests=2, fresh=False))
     daemon.take_in()
-    assert not any(text.is_scorable for text in daemon.shared.fresh)
+    assert not any(text.is_scorable for text in daemon.track.fresh)
     while not made.decisions():
         daemon.cycle()
     assert made.decisions()[0]["fresh_requests"] == 0

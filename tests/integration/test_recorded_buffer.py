@@ -58,7 +58,7 @@ def learned(
         read = daemon.reader.read
 
         def when_due(**limits: Any) -> Any:
-            assert most_fresh is None or len(daemon.shared.fresh) < FRESH
+            assert most_fresh is None or len(daemon.track.fresh) < FRESH
             found = read(**limits)
             assert most_fresh is None or len(found.records) <= SHARD
             return found

@@ -25,7 +25,7 @@ from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn import teachers
 from draftsmith.distill.learn.learner import Learner, summary
 from draftsmith.distill.learn.teachers import LearningBatch
-from draftsmith.distill.state import KeptTrack, LearnerCounters, StateFolder, TrackState
+from draftsmith.distill.state import LearnerCounters, StateFolder, TrackState
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
@@ -285,18 +285,15 @@ def test_a_learner_goes_on_after_a_restart_with_the_states_it_holds(
     first.update(texts[:4])
     state = TrackState(1, False, Ledger(), None, {}, [], texts[4:])
     StateFolder(tmp_path).save(
-        {"": KeptTrack(first, state)}, cursor={}, counters=LearnerCounters(), target_revision="now", pool={},
-        open_records=[],
-    )  # fmt: skip
+        first, state, cursor={}, counters=LearnerCounters(), target_revision="now", open_records=[]
+    )
     again, moved = new_learner(), new_learner()
-    restored = StateFolder(tmp_path).restore({"": again}, target_revision="now")
+    restored = StateFolder(tmp_path).restore(again, target_revision="now")
     assert restored is not None
-    assert [one.tap_bytes for one in restored.tracks[""].window] == [
-        one.tap_bytes for one in texts[4:]
-    ]
+    assert [one.tap_bytes for one in restored.track.window] == [one.tap_bytes for one in texts[4:]]
     assert again.update(texts[4:]).loss == first.update(texts[4:]).loss
     # States of earlier weights are not read under new ones.
-    StateFolder(tmp_path).restore({"": moved}, target_revision="new")
+    StateFolder(tmp_path).restore(moved, target_revision="new")
     assert len(moved.reservoir.texts) == 4
     assert not any(one.tap_bytes for one in moved.reservoir.texts)
 

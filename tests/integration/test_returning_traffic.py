@@ -14,7 +14,6 @@ import torch
 from draftsmith.distill import command as daemon
 from draftsmith.distill.buffer.traffic import is_held_out_prompt
 from draftsmith.distill.config import DistillConfig, LearnConfig
-from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.gate.gate import Decision, decide
 from draftsmith.distill.gate.sequential import Evidence
 from draftsmith.drafters import checkpoint, versions
@@ -54,7 +53,7 @@ def test_what_was_learned_goes_on_after_a_rollback_unless_no_gate_has_seen_it(
     # The steps of before count on, or begin again.
     assert (track["steps"] > 0) == is_kept
     assert (track["state"]["spared"] > 0) == is_kept
-    assert learner_of(made.config).shared.lifecycle.spared == track["state"]["spared"]
+    assert learner_of(made.config).track.lifecycle.spared == track["state"]["spared"]
     # Held-out texts are of other traffic.
     assert (made.status()["window"] == 0) == is_kept
     first = dict(checkpoint.load(made.root / "draft", made.target).named_parameters())
@@ -79,8 +78,8 @@ def test_a_version_that_was_left_goes_live_again_when_its_traffic_is_back(
     assert made.publish(checkpoint.load(good, made.target)) == 2
     versions.rollback(made.versions, 1, "traffic was other")
     if is_displaced:
-        shared = learner.shared
-        shared.live.watch.displace(2, shared.live.scorer.of(shared.learner.drafter))
+        track = learner.track
+        track.live.watch.displace(2, track.live.scorer.of(track.learner.drafter))
     learner.save()
     made.serve(60)
     daemon.run(watched_only(made))
@@ -105,7 +104,7 @@ def test_a_candidate_that_catches_up_is_spared_for_a_while_and_no_other(
     the version that was left, too. The third one began again after the rollback."""
     made = loop("perfect")
     learner = learner_of(watched_only(made))
-    track, live = learner.shared, learner.shared.live
+    track, live = learner.track, learner.track.live
     made.serve(60)
     learner.take_in()
     learner.sort_in_finished(idle_s=0.0)
@@ -146,15 +145,15 @@ def test_a_restart_at_another_version_judges_the_candidate_on_new_traffic_alone(
     made = loop("perfect")
     learner = learner_of(watched_only(made))
     assert made.publish(made.draft, decision="accept") == 2
-    learner.shared.lifecycle.follow()
+    learner.track.lifecycle.follow()
     made.serve(20, version=2)
     learner.take_in()
     learner.sort_in_finished(idle_s=0.0)
     learner.save()
-    num_held_out = len(learner.shared.window)
-    assert len(learner_of(watched_only(made)).shared.window) == num_held_out > 0
+    num_held_out = len(learner.track.window)
+    assert len(learner_of(watched_only(made)).track.window) == num_held_out > 0
     versions.rollback(made.versions, 1, "traffic was other")
-    after = learner_of(watched_only(made)).shared
+    after = learner_of(watched_only(made)).track
     assert after.live.version == 1 and after.window == []
 
 
@@ -162,25 +161,19 @@ def test_what_is_forgotten_is_forgotten_by_the_version_that_was_left(
     loop: Callable[..., Any],
 ) -> None:
     learner, left = learner_of(loop().config), Mock()
-    learner.shared.live.watch.displace(2, left)
+    learner.track.live.watch.displace(2, left)
     learner.forget(frozenset({"answer"}))
     left.forget.assert_called_once_with(frozenset({"answer"}))
 
 
-def test_the_draft_for_all_requests_is_rehearsed_and_no_drafts_of_classes(
-    loop: Callable[..., Any],
-) -> None:
+def test_the_draft_is_rehearsed(loop: Callable[..., Any]) -> None:
     made = loop()
     prompts = [[5, 6, 7 + number] for number in range(20)]
     data = write_rows(made.root / "data", rows_of(prompts, [[8, 9]] * 20, held_out=()))
     learner = learner_of(replace(made.config, learn=replace(LearnConfig(), rehearse=(str(data),))))
-    rehearsal = learner.shared.learner.rehearsal
+    rehearsal = learner.track.learner.rehearsal
     assert rehearsal is not None
     held_out = [
         is_held_out_prompt(row.tokens[:3], made.config.gate.held_out) for row in rehearsal.rows
     ]
     assert held_out and not any(held_out)
-    of_class = DraftTrack(
-        made.root / "class", learner.shared.context, draft=made.config.draft, name="code"
-    )
-    assert of_class.learner.rehearsal is None

@@ -1,4 +1,4 @@
-"""A version on trial and drafts of classes beside the live draft, in one engine."""
+"""A version on trial beside the live draft, in one engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import SuffixOptions
-from draftsmith.drafters.pool import DraftPool, pool_root, write_pool
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
@@ -24,18 +23,10 @@ from draftsmith.drafters.versions import Canary, remove_canary, write_canary
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord, hashed
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts import draft_set
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.requests.request import (
-    CANARY,
-    LIVE,
-    Request,
-    RequestOptions,
-    Update,
-    class_draft,
-)
+from draftsmith.serve.requests.request import CANARY, LIVE, Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 from tests.integration.served import finish, publish
@@ -46,33 +37,20 @@ PROMPT = [5, 60, 7, 200, 9, 33]
 PROMPTS = [PROMPT, [9, 8, 7], [100, 4, 100, 4, 100, 4, 77], [61, 62, 63, 64]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 CONFIG = EngineConfig(k=3, compile="off", prefix_cache=False)
-CODE, PROSE = class_draft("code"), class_draft("prose")
-
-
-@pytest.fixture(autouse=True)
-def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a class's draft is its requests' draft."""
-    monkeypatch.setattr(draft_set, "PROBES", 0.0)
 
 
 @pytest.fixture(scope="module")
 def folders(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Three EAGLE-3 drafts, of seeds 1, 2 and 3."""
+    """Two EAGLE-3 drafts, of seeds 1 and 2."""
     root = tmp_path_factory.mktemp("drafts")
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         checkpoint.save(unlike(target, seed), root / str(seed), target)
-    return [str(root / str(seed)) for seed in (1, 2, 3)]
+    return [str(root / str(seed)) for seed in (1, 2)]
 
 
 def take_in(engine: EngineCore, folder: str, version: str, draft: str) -> None:
     engine.drafts.prepare(folder, version, draft=draft)
     engine.step()
-
-
-def pooled(engine: EngineCore, *classes: str) -> None:
-    engine.drafts.router.pool = DraftPool(
-        {name: f"c{number:02d}" for number, name in enumerate(classes, 1)}
-    )
 
 
 KINDS = {
@@ -98,7 +76,7 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(
     wrong draft could differ."""
     family, options, settings = KINDS[kind]
     config = EngineConfig(**{"k": 3, "compile": "off", "prefix_cache": False, **settings})
-    names, folders = (LIVE, CODE, PROSE), [tmp_path / str(seed) for seed in range(3)]
+    folders = [tmp_path / str(seed) for seed in range(2)]
     for seed, folder in enumerate(folders):
         checkpoint.save(unlike(target, seed, family, **options), folder, target)
 
@@ -110,7 +88,7 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(
             drafter = TextFirst(drafter, text, share=0.3)
         return build_engine(target, drafter, config)
 
-    def ask(engine: EngineCore, number: int, seed: int) -> Request:
+    def ask(engine: EngineCore, seed: int) -> Request:
         temperature = 0.0 if seed % 3 == 0 else 1.5
         params = SamplingParams(
             temperature=temperature,
@@ -119,28 +97,25 @@ def test_a_row_is_drafted_as_if_its_draft_were_alone(
             seed=seed,
             repetition_penalty=1.1,
         )
-        return engine.submit(
-            PROMPTS[seed % 4],
-            params,
-            options=RequestOptions(request_class=("", "code", "prose")[number]),
-        )
+        return engine.submit(PROMPTS[seed % 4], params)
 
     together = engine_of(folders[0])
-    for name, folder in zip(names[1:], folders[1:], strict=True):
-        take_in(together, str(folder), "1", name)
-    pooled(together, "code", "prose")
-    requests = [[ask(together, number, seed) for seed in range(4)] for number in range(3)]
+    take_in(together, str(folders[1]), "1", CANARY)
+    requests = []
+    for share in (0.0, 1.0):
+        together.drafts.canary_share = share
+        requests.append([ask(together, seed) for seed in range(4)])
     finish(together)
     told = []
-    for number, mine in enumerate(requests):
-        alone = engine_of(folders[number])
-        again = [ask(alone, number, seed) for seed in range(4)]
+    for name, folder, mine in zip((LIVE, CANARY), folders, requests, strict=True):
+        alone = engine_of(folder)
+        again = [ask(alone, seed) for seed in range(4)]
         finish(alone)
-        assert {request.route.draft for request in mine} == {names[number]}
+        assert {request.draft_name for request in mine} == {name}
         assert [one.output for one in mine] == [one.output for one in again]
         told.append([one.speculation for one in mine])
         assert told[-1] == [one.speculation for one in again]
-    assert told[0] != told[1] != told[2] != told[0], "these drafts could not be told apart"
+    assert told[0] != told[1], "these drafts could not be told apart"
     assert not together.stats.fallbacks
 
 
@@ -149,33 +124,30 @@ def test_records_and_counts_name_the_version_that_drafted(
 ) -> None:
     engine = build_engine(target, unlike(target, 0), CONFIG, sink=records, draft_version="6")
     take_in(engine, folders[0], "7", CANARY)
-    take_in(engine, folders[1], "code/3", CODE)
-    pooled(engine, "code")
-    engine.drafts.router.canary_share = 1.0
+    engine.drafts.canary_share = 1.0
     trial = engine.submit(PROMPT, GREEDY)
-    code = engine.submit(PROMPT, GREEDY, options=RequestOptions(request_class="code"))
     for _ in range(4):
         engine.step()
-    engine.drafts.router.canary_share = 0.0
-    engine.drafts.prepare(folders[2], "code/4", draft=CODE)
+    engine.drafts.canary_share = 0.0
+    engine.drafts.prepare(folders[1], "8", draft=CANARY)
     later = engine.submit(PROMPT, GREEDY)
     finish(engine)
-    assert [one.route.draft for one in (trial, code, later)] == [CANARY, CODE, LIVE]
-    assert trial.output == code.output == later.output
+    assert [one.draft_name for one in (trial, later)] == [CANARY, LIVE]
+    assert trial.output == later.output
     drafted = [record for record in records if record.drafted]
     told = [
         [one.draft_version for one in drafted if one.request == hashed(request.id)]
-        for request in (trial, code, later)
+        for request in (trial, later)
     ]
-    assert [sorted(set(each)) for each in told] == [["7"], ["code/3", "code/4"], ["6"]]
-    assert told[1] == sorted(told[1])
+    assert [sorted(set(each)) for each in told] == [["7", "8"], ["6"]]
+    assert told[0] == sorted(told[0])
     rounds = {
         version: sum(counts.committed.values())
         for version, counts in engine.stats.by_version.items()
     }
     assert rounds == Counter(one.draft_version for one in drafted)
-    assert engine.stats.routed == {CANARY: 1, CODE: 1, LIVE: 1} and engine.stats.num_swaps == 3
-    assert engine.stats.draft_versions == {LIVE: "6", CANARY: "7", CODE: "code/4"}
+    assert engine.stats.routed == {CANARY: 1, LIVE: 1} and engine.stats.num_swaps == 2
+    assert engine.stats.draft_versions == {LIVE: "6", CANARY: "8"}
 
 
 def test_no_draft_reads_what_another_left_in_the_prefix_cache(
@@ -184,12 +156,11 @@ def test_no_draft_reads_what_another_left_in_the_prefix_cache(
     engine = build_engine(
         target, unlike(target, 0), replace(CONFIG, prefix_cache=True, block_size=4)
     )
-    take_in(engine, folders[0], "code/1", CODE)
-    pooled(engine, "code")
+    take_in(engine, folders[0], "1", CANARY)
     short = replace(GREEDY, max_tokens=4)
     hits = []
-    for request_class in ("", "code", "", "code"):
-        engine.submit(PROMPT * 3, short, options=RequestOptions(request_class=request_class))
+    for engine.drafts.canary_share in (0.0, 1.0, 0.0, 1.0):
+        engine.submit(PROMPT * 3, short)
         finish(engine)
         hits.append(engine.stats.prefix_cache_hits)
     assert hits[0] == hits[1] == 0 < hits[2] < hits[3]
@@ -220,7 +191,7 @@ def test_a_bad_version_on_trial_pauses_alone(how: str, target: Target, folders: 
         take_in(engine, folders[0], "7", CANARY)
         requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS[:2]]
         engine.step()
-        engine.drafts.router.canary_share = 1.0
+        engine.drafts.canary_share = 1.0
         requests += [engine.submit(prompt, GREEDY) for prompt in PROMPTS[2:]]
         engine.step()
         return engine, requests
@@ -234,7 +205,7 @@ def test_a_bad_version_on_trial_pauses_alone(how: str, target: Target, folders: 
         assert engine.drafts.ready == [LIVE]
         late = engine.submit(PROMPT, GREEDY)
         engine.step()
-        assert late.route.draft == LIVE, "nobody new for a draft that rests"
+        assert late.draft_name == LIVE, "nobody new for a draft that rests"
     finish(engine)
     other, sound = begin()
     finish(other)
@@ -243,7 +214,7 @@ def test_a_bad_version_on_trial_pauses_alone(how: str, target: Target, folders: 
     # The live draft's rows were drafted in every round, as if nothing had happened.
     assert [one.speculation for one in requests[:2]] == [one.speculation for one in sound[:2]]
     for request in requests[2:]:
-        assert request.route.draft == CANARY
+        assert request.draft_name == CANARY
         assert 0 < len(request.speculation.offered) < request.speculation.num_passes - 2, (
             "it rested, and came back"
         )
@@ -253,19 +224,18 @@ def test_a_retired_draft_goes_when_its_last_request_has_ended(
     target: Target, folders: list[str]
 ) -> None:
     engine = build_engine(target, unlike(target, 0), CONFIG)
-    take_in(engine, folders[0], "code/1", CODE)
-    pooled(engine, "code")
-    long = engine.submit(PROMPT, GREEDY, options=RequestOptions(request_class="code"))
+    take_in(engine, folders[0], "1", CANARY)
+    engine.drafts.canary_share = 1.0
+    long = engine.submit(PROMPT, GREEDY)
     for _ in range(3):
         engine.step()
-    pooled(engine)
-    engine.drafts.retire(CODE)
-    late = engine.submit(PROMPT, GREEDY, options=RequestOptions(request_class="code"))
+    engine.drafts.retire(CANARY)
+    late = engine.submit(PROMPT, GREEDY)
     engine.step()
     assert (
-        CODE in engine.drafts.served
-        and CODE not in engine.drafts.ready
-        and late.route.draft == LIVE
+        CANARY in engine.drafts.served
+        and CANARY not in engine.drafts.ready
+        and late.draft_name == LIVE
     )
     while not long.finished:
         engine.step()
@@ -273,9 +243,9 @@ def test_a_retired_draft_goes_when_its_last_request_has_ended(
     # To its end: its first token comes without drafts, and the last round may have no room for any.
     assert len(long.speculation.offered) >= long.speculation.num_passes - 2
     finish(engine)
-    take_in(engine, folders[1], "code/2", CODE)
-    assert engine.drafts.ready == [LIVE, CODE]
-    engine.drafts.retire(CODE)
+    take_in(engine, folders[1], "2", CANARY)
+    assert engine.drafts.ready == [LIVE, CANARY]
+    engine.drafts.retire(CANARY)
     assert engine.drafts.ready == [LIVE] == list(engine.drafts.served), "nobody had it"
 
 
@@ -305,17 +275,16 @@ def test_a_draft_that_does_not_fit_does_not_come_beside_the_live_one(
     assert list(engine.drafts.served) == [LIVE] and engine.stats.num_swaps_refused == 1
 
 
-def test_the_watcher_follows_trials_and_pools(
+def test_the_watcher_follows_trials(
     target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for seed in (1, 2, 3):
         publish(tmp_path, unlike(target, seed), target)
     strange = publish(tmp_path, unlike(target, 4), target, target={"revision": "another"})
     versions.rollback(tmp_path, 1, "a test")
-    publish(pool_root(tmp_path) / "c01", unlike(target, 5), target)
     engine = build_engine(target, unlike(target, 0), CONFIG, draft_version="0")
     loop = EngineLoop(engine).start()
-    watcher, router = VersionWatcher(loop, tmp_path), engine.drafts.router
+    watcher, drafts = VersionWatcher(loop, tmp_path), engine.drafts
 
     def served(expected: dict[str, str]) -> None:
         watcher.look()
@@ -324,37 +293,27 @@ def test_the_watcher_follows_trials_and_pools(
     try:
         write_canary(tmp_path, Canary(2, 0.25))
         served({LIVE: "1", CANARY: "2"})
-        assert router.canary_share == 0.25
+        assert drafts.canary_share == 0.25
         write_canary(tmp_path, Canary(3, 0.5))
         served({LIVE: "1", CANARY: "3"})
-        assert router.canary_share == 0.5
+        assert drafts.canary_share == 0.5
         # One that is refused is not to be taken for the one before.
         write_canary(tmp_path, Canary(strange, 0.5))
         served({LIVE: "1"})
-        assert router.canary_share == 0.0 and "stays out" in caplog.text
-        # One that cannot be read is the end of the trial, as it is for the learner; the pool is
-        # followed all the same.
+        assert drafts.canary_share == 0.0 and "stays out" in caplog.text
+        # One that cannot be read is the end of the trial, as it is for the learner, and is told
+        # once.
         write_canary(tmp_path, Canary(3, 0.5))
         served({LIVE: "1", CANARY: "3"})
         (tmp_path / "canary.json").write_text("{", encoding="utf-8")
-        served({LIVE: "1"})
-        assert router.canary_share == 0.0
-        # Two classes, one of which has no version yet.
-        write_pool(tmp_path, DraftPool({"code": "c01", "prose": "c02"}))
-        served({LIVE: "1", CODE: "code/1"})
-        assert set(router.pool.classes) == {"code", "prose"}
-        publish(pool_root(tmp_path) / "c02", unlike(target, 6), target)
-        publish(pool_root(tmp_path) / "c01", unlike(target, 7), target)
-        served({LIVE: "1", CODE: "code/2", PROSE: "prose/1"})
-        # A file that cannot be read changes nothing, and is told once.
-        (pool_root(tmp_path) / "pool.json").write_text("{", encoding="utf-8")
         for _ in range(2):
-            served({LIVE: "1", CODE: "code/2", PROSE: "prose/1"})
-        assert len([one for one in caplog.records if "pool.json" in one.message]) == 1
+            served({LIVE: "1"})
+        assert drafts.canary_share == 0.0
         assert len([one for one in caplog.records if "canary.json" in one.message]) == 1
+        write_canary(tmp_path, Canary(2, 0.25))
+        served({LIVE: "1", CANARY: "2"})
         remove_canary(tmp_path)
-        write_pool(tmp_path, DraftPool({"prose": "c02"}))
-        served({LIVE: "1", PROSE: "prose/1"})
+        served({LIVE: "1"})
     finally:
         loop.close()
 
@@ -386,11 +345,11 @@ def test_a_further_draft_is_captured_beside_running_rounds(
     client = threading.Thread(target=traffic)
     client.start()
     try:
-        loop.swap(folders[0], "code/1", draft=CODE)
+        loop.swap(folders[0], "1", draft=CANARY)
     finally:
         stop.set()
         client.join()
         loop.close()
     assert outputs and all(output == expected for output in outputs) and not engine.stats.fallbacks
-    further = engine.drafts.served[CODE].drafter
+    further = engine.drafts.served[CANARY].drafter
     assert isinstance(further, Eagle3) and further._captured is not None

@@ -152,8 +152,8 @@ def test_text_that_is_there_predicts_alpha_under_new_weights_before_any_traffic(
     cycle, changed = daemon.Daemon.cycle, []
 
     def change_then_cycle(self: daemon.Daemon) -> bool:
-        if not changed and self.shared.window:
-            changed.append((self.target.revision, len(self.shared.window), len(self.shared.fresh)))
+        if not changed and self.track.window:
+            changed.append((self.target.revision, len(self.track.window), len(self.track.fresh)))
             site.change(noise)
         return cycle(self)
 
@@ -184,7 +184,7 @@ def test_rounds_of_earlier_weights_are_texts_and_no_evidence(
     cycle, changed, evidence = daemon.Daemon.cycle, [], []
 
     def change_then_cycle(self: daemon.Daemon) -> bool:
-        if not changed and self.shared.fresh:
+        if not changed and self.track.fresh:
             changed.append(True)
             site.change(0.01)
         elif len(changed) == 1 and self.target.revision == site.target.revision:

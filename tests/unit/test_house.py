@@ -60,7 +60,7 @@ ORDER = {
         "http",
         "bench",
     ),
-    "distill": ("buffer", "learn", "gate", "monitor", "pool", "generate"),
+    "distill": ("buffer", "learn", "gate", "monitor", "generate"),
     "fleet": ("recording", "store", "swaps", "vllm", "observe", "rollout"),
 }
 # Known exceptions, to be removed; the test fails when one is mended and still listed.

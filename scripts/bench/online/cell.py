@@ -98,8 +98,8 @@ class Taught:
 
     def __init__(self, world: World):
         self.texts: list[ServedText] = []
-        self._update = world.daemon.shared.learner.update
-        world.daemon.shared.learner.update = self._given  # type: ignore[method-assign]
+        self._update = world.daemon.track.learner.update
+        world.daemon.track.learner.update = self._given  # type: ignore[method-assign]
 
     def _given(self, fresh: Sequence[ServedText], rest: Rest = no_rest) -> UpdateReport:
         self.texts += fresh
@@ -116,7 +116,7 @@ def compare(
 ) -> dict[str, float]:
     """alpha of drafts on the same new texts of the second domain, which the live version serves:
     static, learned, and trained offline on the texts of that domain that the learner was given."""
-    online, offline = world.daemon.shared.live.draft, setting.load(setting.draft(seed))
+    online, offline = world.daemon.track.live.draft, setting.load(setting.draft(seed))
     of_second = [text for text in taught if text.records[0].request_class == SECOND]
     distill(offline, setting, of_second, seed=seed)
     texts = setting.texts(online, SECOND, max(16, count), seed=seed, begin=EVALUATED)

@@ -22,7 +22,6 @@ from draftsmith.distill.config import (
     DistillConfig,
     GateConfig,
     LearnConfig,
-    PoolConfig,
     RetentionConfig,
 )
 from draftsmith.distill.daemon import Daemon
@@ -44,7 +43,6 @@ from scripts.bench.online.domains import Ask
 K = 3
 BATCH = 16
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=48, ignore_eos=True)
-NO_POOL = PoolConfig(most=0)
 EVERY_VERSION = RetentionConfig(versions=0)  # is kept, since all are scored at the end
 CYCLE = 8  # finished requests between two turns of the learner
 
@@ -164,7 +162,7 @@ class World:
         config = DistillConfig(
             target=target.name, draft=str(draft), buffer=str(folder / "buffer"),
             versions=str(folder / "versions"),
-            learn=learn, gate=gate, pool=NO_POOL, seed=seed, save_s=1e9, dtype="float32",
+            learn=learn, gate=gate, seed=seed, save_s=1e9, dtype="float32",
             retention=EVERY_VERSION,
         )  # fmt: skip
         self.target, self.root = target, folder / "versions"
@@ -180,7 +178,7 @@ class World:
 
     @property
     def live(self) -> int:
-        return self.daemon.shared.live.version
+        return self.daemon.track.live.version
 
     def serve(self, asks: Iterable[Ask]) -> Iterator[int]:
         return self.server.serve(asks, self.learn)

@@ -21,7 +21,7 @@ class SlowDaemon(Daemon):
         self.counters: Any = SimpleNamespace(updates=0)
         self.status: Any = SimpleNamespace(event=lambda text: None)
         context = SimpleNamespace(has_updates_left=True)
-        self.shared: Any = SimpleNamespace(live=SimpleNamespace(version=1), context=context)
+        self.track: Any = SimpleNamespace(live=SimpleNamespace(version=1), context=context)
         self.is_outdated = False
         self.found, self.cycles, self.now_s = found, 0, 0.0
 

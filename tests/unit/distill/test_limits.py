@@ -71,10 +71,6 @@ def test_ends_belong_to_an_interval_as_they_are_written() -> None:
             "learn.reservoir is 4, below learn.fresh 8; no update could ever begin",
         ),
         ({"gate": {"requests": 50, "window": 10}}, "gate.window is 10, below gate.requests 50"),
-        (
-            {"pool": {"requests": 10, "idle_requests": 9}},
-            "pool.idle_requests is 9, below pool.requests 10",
-        ),
     ],
 )
 def test_bad_numbers_are_one_sentence(values: Mapping[str, Any], says: str) -> None:

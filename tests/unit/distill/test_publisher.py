@@ -161,11 +161,12 @@ def test_decisions_without_a_promotion_bring_a_hint(
 ) -> None:
     live = Mock(publisher=made(target.revision), drift=Drift(DriftConfig(patience=0)))
     config = DistillConfig(target="", draft="", buffer="", versions="")
-    lifecycle = VersionLifecycle(live, Mock(updates=1), Mock(config=config))
+    context = Mock(config=config)
+    lifecycle = VersionLifecycle(live, Mock(updates=1), context)
     for _ in range(HINT_EVERY):
-        live.log.report.assert_not_called()
+        context.report.assert_not_called()
         lifecycle.record(Decision("hold", "no gain"))
-    (told,) = live.log.report.call_args.args
+    (told,) = context.report.call_args.args
     assert told == "8 decisions in a row without a promotion; a lower learn.lr may help"
 
 
@@ -184,7 +185,6 @@ def test_a_candidate_is_not_tried_beside_a_spoilt_live_version_but_replaces_it(
     )
     context = Mock(config=config, counters=Mock(records=1, texts=1), cursor=dict)
     live = Mock(publisher=publisher, version=2, made_for="")
-    live.log.name = ""
     lifecycle = VersionLifecycle(live, Mock(updates=1), context)
     lifecycle.publish(Decision("accept", "better"), nullcontext(publisher.live))
     on_trial = read_canary(root)

@@ -59,8 +59,9 @@ def test_the_engines_thread_chooses_first(chosen):
 
 def test_the_versions_thread_chooses_first(chosen, tmp_path: Path):
     loop = SimpleNamespace(
-        engine=SimpleNamespace(target=SimpleNamespace(device=SECOND, revision="r")),
-        set_routing=lambda **options: None,
+        engine=SimpleNamespace(
+            target=SimpleNamespace(device=SECOND, revision="r"), drafts=SimpleNamespace()
+        ),
     )
     VersionWatcher(loop, tmp_path, poll_s=0.01).start().stop()
     assert chosen == [("draftsmith-versions", SECOND)]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith import files
 from draftsmith.distill.buffer.record_table import from_table, to_table, tokens_only
 from draftsmith.distill.buffer.traffic import ServedText, chosen, stitch
 from draftsmith.distill.config import DistillConfig, LearnConfig, LearnUnroll
@@ -25,7 +26,7 @@ from draftsmith.distill.learn.teachers import (
     arranged,
     open_target,
 )
-from draftsmith.distill.state import KeptTrack, LearnerCounters, StateFolder, TrackState
+from draftsmith.distill.state import LearnerCounters, StateFolder, TrackState
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
@@ -193,14 +194,18 @@ def test_a_learner_trains_on_the_outline_of_a_target_and_goes_on_after_a_restart
 
     def restored(revision: str) -> Learner:
         other = Learner(bigram(288), outline, config, seed=0)
-        assert StateFolder(tmp_path).restore({"": other}, target_revision=revision) is not None
+        assert StateFolder(tmp_path).restore(other, target_revision=revision) is not None
         return other
 
     state = TrackState(1, False, Ledger(), None, {}, [], [])
     StateFolder(tmp_path).save(
-        {"": KeptTrack(first, state)}, cursor={}, counters=LearnerCounters(), target_revision="now", pool={},
-        open_records=[],
-    )  # fmt: skip
+        first, state, cursor={}, counters=LearnerCounters(), target_revision="now", open_records=[]
+    )
+    # Drafts of classes were once saved beside it.
+    (path,) = tmp_path.glob("learner/*/state.json")
+    values = files.read_json(path, "the state")
+    values["lineages"]["c01"] = values["lineages"][""]
+    files.write_json(path, {**values, "pool": {}})
     again = restored("now")
     assert again.update(stored[1:2]).loss == first.update(stored[1:2]).loss
     assert torch.equal(again.drafter.head, first.drafter.head)

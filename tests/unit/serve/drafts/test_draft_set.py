@@ -1,36 +1,38 @@
-"""Which ends of requests are measured for choosing a class's draft."""
+"""Which draft a request gets."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
+from draftsmith.drafters.versions import in_canary
+from draftsmith.record import hashed
 from draftsmith.serve.drafts.draft_set import DraftSet
-from draftsmith.serve.requests.request import Request, Route, class_draft
+from draftsmith.serve.requests.request import CANARY, LIVE, Request
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import EngineStats
 
-CODE = class_draft("code")
 
+def test_the_trial_gets_its_share_by_the_requests_id_alone() -> None:
+    unused: Any = object()
+    drafts = DraftSet(unused, unused, EngineStats(), make_ready=unused, requests=list)
 
-@pytest.mark.parametrize("params, pool_class, measured", [
-    (SamplingParams(temperature=1.0), "code", True),
-    (SamplingParams(temperature=0.0, seed=3), "code", True),
-    (SamplingParams(temperature=1.0), "", False),  # no class with a draft of its own
-    # Another request with that seed draws the same: a draft chosen by these draws would bias it.
-    (SamplingParams(temperature=1.0, seed=3), "code", False),
-])  # fmt: skip
-def test_only_requests_whose_draws_nobody_shares_are_measured(
-    params: SamplingParams, pool_class: str, measured: bool
-) -> None:
-    unused: Any = None
-    drafts = DraftSet(None, unused, EngineStats(), make_ready=unused, requests=unused)
-    told: list[tuple[Route, int, int]] = []
-    drafts.router = SimpleNamespace(observe=lambda *given: told.append(given))  # type: ignore[assignment]
-    route = Route(CODE, pool_class)
-    request = Request("a", [1, 2, 3], 1, params, seed=3, k=2, max_tokens=9, route=route)
-    request.speculation.add(2, 1, 2, own=True)
-    drafts.finished(request)
-    assert told == ([(route, 2, 1)] if measured else [])
+    def chosen(k: int = 2) -> list[str]:
+        requests = [
+            Request(f"answer-{number}", [1, 2], 2, SamplingParams(), seed=3, k=k, max_tokens=9)
+            for number in range(4000)
+        ]
+        for request in requests:
+            drafts.route(request)
+        return [request.draft_name for request in requests]
+
+    assert set(chosen()) == {LIVE}
+    drafts.canary_share = 0.1
+    assert set(chosen()) == {LIVE}, "no version is on trial"
+    drafts.put(CANARY, unused)
+    found = chosen()
+    of_share = [in_canary(hashed(f"answer-{number}"), 0.1) for number in range(4000)]
+    assert [name == CANARY for name in found] == of_share and 300 < sum(of_share) < 500
+    assert set(chosen(k=0)) == {LIVE}
+    assert sum(drafts.stats.routed.values()) == 3 * 4000
+    drafts.retire(CANARY)
+    assert set(chosen()) == {LIVE}

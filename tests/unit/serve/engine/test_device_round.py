@@ -3,7 +3,6 @@ those of a round on a CPU."""
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +29,7 @@ from draftsmith.record import RecordedRound, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.round import Round
-from draftsmith.serve.requests.request import CANARY, LIVE, Route
+from draftsmith.serve.requests.request import CANARY
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 from tests import device_stand_in
@@ -112,8 +111,6 @@ class Served:
         engine.committer.overlaps = self.device is not None  # as on CUDA
         if canary:
             engine.drafts.put(CANARY, self.drafter)
-            names = itertools.cycle((LIVE, CANARY))
-            engine.drafts.router.choose = lambda *given: Route(draft=next(names))
             engine.stats.draft_versions[CANARY] = "trial"
         rounds: list[tuple[list[int], int]] = []
         commit = engine.committer.commit
@@ -134,6 +131,9 @@ class Served:
             )
             for seed, prompt in enumerate(PROMPTS)
         ]
+        if canary:
+            for request in requests[1::2]:
+                request.draft_name = CANARY
         number = 0
         while engine.busy:
             number += 1

@@ -14,7 +14,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.proposal import DraftCheck, Drafted, RoundProposal
 from draftsmith.serve.engine.propose import Proposer
-from draftsmith.serve.requests.request import UNROUTED, DraftState, Request, RequestOptions
+from draftsmith.serve.requests.request import LIVE, DraftState, Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import EngineStats
 
@@ -62,7 +62,7 @@ def proposed(drafter: ServingDrafter) -> RoundProposal:
         draft=DraftState(),
         num_tokens=3,
         repeatable=False,
-        route=UNROUTED,
+        draft_name=LIVE,
     )
     rows = [SimpleNamespace(request=request, k=2) for _ in range(3)]
     drafts = proposer_of(drafter).propose(

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from draftsmith.drafters.pool import DraftPool, write_pool
 from draftsmith.drafters.versions import publish, read_decisions, record_decision, rollback
 from draftsmith.kernels.acceptance import AcceptanceCounts, bucket_of
 from draftsmith.serve.metrics.dashboard import (
@@ -24,7 +23,7 @@ from draftsmith.serve.metrics.dashboard import (
     History,
     Source,
 )
-from draftsmith.serve.requests.request import CANARY, LIVE, class_draft
+from draftsmith.serve.requests.request import CANARY, LIVE
 from draftsmith.serve.stats import EngineStats
 
 Table = list[list[str]]
@@ -34,7 +33,7 @@ Table = list[list[str]]
 def engine() -> Any:
     """What a source reads of an engine."""
     scheduler = SimpleNamespace(running=[], waiting=[], blocks=SimpleNamespace(usage=0.25))
-    drafts = SimpleNamespace(router=SimpleNamespace(canary_share=0.1))
+    drafts = SimpleNamespace(canary_share=0.1)
     return SimpleNamespace(
         stats=EngineStats(), lossless=True, drafter=None, scheduler=scheduler, drafts=drafts
     )
@@ -121,28 +120,19 @@ def test_classes_and_contexts_have_their_own_rates(engine: Any) -> None:
     assert [one[0] for one in contexts] == ["0-256", "2k-4k"]
 
 
-def test_served_drafts_come_first_then_those_that_learn(
-    engine: Any, told: Callable, tmp_path: Path
-) -> None:
+def test_a_draft_on_trial_is_told_beside_the_live_one(engine: Any, told: Callable) -> None:
     stats = engine.stats
     stats.count_swap(LIVE, "7", 0.0)
     assert cells(told(), "Drafts") == [], "one draft needs no table"
-    served = ((LIVE, "7", 6), (CANARY, "8", 1), (class_draft("code"), "code/3", 3))
+    served = ((LIVE, "7", 6), (CANARY, "8", 1))
     for draft, version, requests in served:
         stats.count_swap(draft, version, 0.0)
         stats.routed[draft] = requests
-    stats.count_round(2, 1, 2, version="code/3")
-    pool = {
-        "code": {"serving": True, "gain": 0.031, "requests": 300, "updates": 12},
-        "prose": {"serving": False, "gain": None, "requests": 40, "updates": 2},
-    }
-    (tmp_path / "status.json").write_text(json.dumps({"time_s": 1.0, "pool": pool}))
-    live, canary, code, prose = cells(told(), "Drafts")
-    assert live == ["live", "7", "6", "0", "-", "-", ""]
-    assert canary[0] == "canary" and canary[-1] == "on trial, 10 % of the requests"
-    assert code[0] == "pool/code" and code[3:6] == ["1", "2.00", "1.00 0.00"]
-    assert code[-1] == "gain +0.0310, 300 requests, 12 updates"
-    assert prose[:3] == ["pool/prose", "-", "0"] and prose[-1] == "learns: 40 requests, 2 updates"
+    stats.count_round(2, 1, 2, version="8")
+    assert cells(told(), "Drafts") == [
+        ["live", "7", "6", "0", "-", "-", ""],
+        ["canary", "8", "1", "1", "2.00", "1.00 0.00", "on trial, 10 % of the requests"],
+    ]
 
 
 def test_versions_carry_their_gate_and_the_live_one_is_marked(
@@ -188,17 +178,6 @@ def test_a_long_log_costs_what_is_shown_of_it(told: Callable, tmp_path: Path) ->
     assert least_s(told) < least_s(lambda: read_decisions(tmp_path)) / 3
     versions = [row[2] for row in cells(told(), "Decisions")]
     assert versions == [str(one) for one in range(19_999, 19_999 - DECISIONS_SHOWN, -1)]
-
-
-def test_decisions_about_a_class_are_told_with_its_name(told: Callable, tmp_path: Path) -> None:
-    write_pool(tmp_path, DraftPool({"code": "c01"}, {"prose": "c02"}))
-    record_decision(tmp_path / "pool" / "c01", {"decision": "rolled back"})
-    record_decision(tmp_path, {"decision": "hold"})
-    record_decision(tmp_path / "pool" / "c02", {"decision": "accept"})
-    rows = cells(told(), "Decisions")
-    assert [(row[1], row[3]) for row in rows] == [
-        ("accept", "prose"), ("hold", ""), ("rolled back", "code"),
-    ]  # fmt: skip
 
 
 def test_streams_with_an_alarm_and_the_latest_ones_are_told(told: Callable, tmp_path: Path) -> None:
