@@ -67,7 +67,7 @@ class Daemon:
             rehearsal_of(config.learn, self.target, gate=config.gate, seed=config.seed),
             self.states,
         )
-        self.track = DraftTrack(self.root, context, draft=config.draft)
+        self.track = DraftTrack(context)
         taps = self.track.learner.teacher.taps
         self.reader = BufferReader(config.buffer, with_taps=bool(taps))
         if taps:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,13 +39,12 @@ from draftsmith.drafters import versions
 class DraftTrack:
     """Learner, training texts and held-out window of the draft."""
 
-    def __init__(self, root: str | Path, context: LearnerContext, *, draft: str):
-        self.root, self.context = Path(root), context
-        self.config = context.config
-        self.log = DecisionLog(self.root, context)
-        publisher = Publisher(self.root, draft, context.target)
+    def __init__(self, context: LearnerContext):
+        self.context, self.config = context, context.config
+        self.log = DecisionLog(context)
+        publisher = Publisher(self.config.versions, self.config.draft, context.target)
         self.live = LiveVersion(publisher, context, self.log)
-        folder = versions.folder_of(self.root, publisher.version)
+        folder = versions.folder_of(publisher.root, publisher.version)
         self.learner = Learner(
             publisher.load(folder),
             context.target,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from draftsmith.config import to_dict
@@ -320,8 +319,8 @@ class DecisionLog:
     """Log of decisions. A line that a full disk refuses waits for `flush`: a failed write must not
     separate a decision from its consequences."""
 
-    def __init__(self, root: Path, context: LearnerContext):
-        self.root, self.context = root, context
+    def __init__(self, context: LearnerContext):
+        self.context = context
         self.waiting: list[dict[str, Any]] = []
 
     def add(self, decision: Mapping[str, Any]) -> None:
@@ -331,7 +330,7 @@ class DecisionLog:
     def flush(self) -> None:
         while self.waiting:
             try:
-                versions.record_decision(self.root, self.waiting[0])
+                versions.record_decision(self.context.config.versions, self.waiting[0])
             except OSError as error:
                 self.context.report(f"{error}; {len(self.waiting)} decisions wait to be logged")
                 return
