@@ -187,7 +187,7 @@ def check_target(record: dict[str, Any], target: Target, folder: Path) -> None:
             f"({made_for.get('name')!r}), target "
             f"{target.name!r} has {target.vocab_size}; train a draft for this target"
         )
-    if made_for.get("revision") not in (target.revision, target.same_as):
+    if made_for.get("revision") != target.revision:
         # Lossless all the same, and often useful: a fine-tuned target with the draft of its base.
         log.warning(
             "draft %s was trained for other weights of its target; expect a lower acceptance",

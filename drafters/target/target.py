@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["FINAL", "Target", "TargetOutput"]
-# Entry of config.json: revision of another model with the same distribution.
-SAME_AS = "same_distribution_as"
 # Values of a parameter that a revision is made of.
 FIRST = 64
 
@@ -74,8 +72,6 @@ class Target(CausalLM):
         model.generation_config = GenerationConfig()
         # The same weights under other rotary factors have another distribution.
         self.revision = revision_of(model) + ("-long" if self.has_long_factors else "")
-        # Revision of a model with the same distribution, whose drafts fit as well; None: not known.
-        self.same_as: str | None = getattr(model.config, SAME_AS, None)
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @classmethod

@@ -13,7 +13,7 @@ from draftsmith.drafters.target.load import load_model
 # Passes a second over one token of the shipped target on two quiet cores, and what a stage does
 # there in a second.
 PASSES = 220.0
-ANSWERS, REQUESTS, PADDED_TOKENS = 16.0, 2.6, 22.0
+ANSWERS, REQUESTS = 16.0, 2.6
 MEASURED_S = 1.5
 # A slower machine does less in the same time, down to this share; a faster one ends earlier.
 LEAST_PACE = 0.3
@@ -25,26 +25,20 @@ class Sizes:
 
     answers: int
     requests: int
-    bench_tokens: int  # of an answer
     train_minutes: float  # of the two drafts at once
     second_an_answer: float
     second_a_request: float
-    bench_pass_s: float
 
 
 def sizes_of(pace: float) -> Sizes:
     """Sizes at which the stages take as long on a machine of `pace` as on one of 1."""
     share = min(1.0, max(LEAST_PACE, pace))
-    bench_tokens = max(8, round(32 * share))
     return Sizes(
         answers=round(600 * share),
         requests=round(300 * share),
-        bench_tokens=bench_tokens,
         train_minutes=1.3,
         second_an_answer=1 / (ANSWERS * pace),
         second_a_request=1 / (REQUESTS * pace),
-        # Half of the passes are faster by the draft.
-        bench_pass_s=0.8 * 4 * bench_tokens / (PADDED_TOKENS * pace),
     )
 
 

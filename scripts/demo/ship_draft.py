@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.config import for_others
 from draftsmith.files import atomic_folder, read_json, write_json
-from scripts.paths import ROOT
+from scripts.demo.shipped import SHIPPED_DRAFT
 
-SHIPPED_DRAFT = ROOT / "scripts" / "quickstart_draft"
 RECORD, CONFIG, WEIGHTS = "draftsmith.json", "config.json", "model.safetensors"
 TRAINING = "training.json"
 DATA, OUT = "draft-data", "shipped-draft"  # in the run's folder

@@ -15,21 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors.torch import load_file, save_file
-
+from draftsmith.errors import UserError
+from draftsmith.files import read_json
 from draftsmith.progress import duration
 from scripts.demo import ship_draft
-from scripts.demo.commands import COMMAND, RUN, Words, draftsmith, together
+from scripts.demo.commands import RUN, Words, draftsmith, together
 from scripts.demo.machine import Sizes, measure_pace, sizes_of
-from scripts.demo.pad_target import make, number
 from scripts.demo.report import write_report
-from scripts.demo.ship_draft import ANSWERS, DATA, OUT, SHIPPED_DRAFT
-from scripts.demo.traffic import Shift, serve_shift, write_bench_prompts
+from scripts.demo.ship_draft import ANSWERS, DATA, OUT
+from scripts.demo.shipped import SHIPPED_DRAFT, SHIPPED_TARGET, in_dtype
+from scripts.demo.traffic import Shift, serve_shift
 from scripts.paths import ROOT
 
-SHIPPED_TARGET = ROOT / "scripts" / "quickstart_target"
-SIZE = "100M"  # of the target that speeds are measured on
-PADDED = RUN / f"padded-{SIZE}"
 K = 3
 OWN = ("eagle3", "draft-lm")  # drafts that the run trains
 GAIN = {"gain-first": "eagle3", "gain-live": "versions"}  # evaluation -> draft
@@ -90,34 +87,10 @@ class Clock:
 
 
 def take_target() -> None:
-    unpack(SHIPPED_TARGET, RUN / "target")
-    record = json.loads((RUN / "target" / "training.json").read_text(encoding="utf-8"))
-    print(f"  {record['parameters']:,} parameters, made by: {record['command']}")
-
-
-def unpack(source: Path, target: Path) -> None:
     """Shipped in bfloat16 to be small; served in float32, which CPUs are faster at and greedy
     comparisons are exact in."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    weights = load_file(target / "model.safetensors")
-    save_file(
-        {name: tensor.float() for name, tensor in weights.items()},
-        target / "model.safetensors",
-        {"format": "pt"},
-    )
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    (target / "config.json").write_text(
-        json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8"
-    )
-
-
-def pad() -> None:
-    """The target that speeds are measured on: the text of the small one at the price of a larger
-    one, since drafting for a target of a few million parameters costs as much as its own pass."""
-    record = make(SHIPPED_TARGET, PADDED, number(SIZE))
-    print(
-        f"  {record['parameters']:,} parameters that write what {record['source_parameters']:,} write"
-    )
+    record = read_json(in_dtype(SHIPPED_TARGET, RUN / "target", "float32") / "training.json")
+    print(f"  {record['parameters']:,} parameters, made by: {record['command']}")
 
 
 def generate(count: int) -> None:
@@ -158,18 +131,13 @@ def evaluate_words(family: str) -> Words:
     ]  # fmt: skip
 
 
-def bench(name: str, sizes: Sizes, *drafter: str | Path, repeats: int = 1) -> None:
+def bench(name: str, draft: Path) -> None:
     draftsmith(
-        "bench", "--target", PADDED, *drafter, "--prompts", RUN / "bench-prompts.jsonl",
-        "--num-prompts", "4", "--max-tokens", str(sizes.bench_tokens),
-        "--temperature", "0", "1", "--k", str(K), "--repeats", str(repeats), "--max-length", "512",
+        "bench", "--target", RUN / "target", "--draft", draft, "--prompts", "stdlib:code",
+        "--num-prompts", "4", "--max-tokens", "64",
+        "--temperature", "0", "1", "--k", str(K), "--repeats", "2", "--max-length", "512",
         "--out", RUN / f"bench-{name}.json",
     )  # fmt: skip
-
-
-def bench_shipped(sizes: Sizes) -> None:
-    write_bench_prompts(RUN / "target", RUN / "bench-prompts.jsonl")
-    bench("eagle3-shipped", sizes, "--draft", shipped_draft(), repeats=2)
 
 
 def learn(requests: int) -> None:
@@ -181,7 +149,7 @@ def learn(requests: int) -> None:
         # A mean over fewer steps than by default: there are few.
         learn=("learn.lr=1e-3", "learn.average=0.9"),
     )  # fmt: skip
-    serve_shift(shift, COMMAND)
+    serve_shift(shift)
 
 
 def gain() -> None:
@@ -209,9 +177,9 @@ def export_words(family: str, engine: str) -> Words:
     ]  # fmt: skip
 
 
-def bench_all(sizes: Sizes) -> None:
-    bench("eagle3", sizes, "--draft", RUN / "eagle3")
-    bench("draft-lm", sizes, "--draft", RUN / "draft-lm")
+def bench_all() -> None:
+    for name in OWN:
+        bench(name, RUN / name)
 
 
 def stages(train_draft: bool, sizes: Sizes) -> list[Stage]:
@@ -219,20 +187,14 @@ def stages(train_draft: bool, sizes: Sizes) -> list[Stage]:
         "draft", "train a draft in place of the one that ships", "what more training is worth",
         60 * DRAFT_MINUTES + ANSWERS * sizes.second_an_answer, train_shipped,
     )  # fmt: skip
-    speed = Stage(
-        "speed", "tok/s without and with the shipped draft",
-        "a trained draft makes the same answers faster", 8 * sizes.bench_pass_s + 10,
-        lambda: bench_shipped(sizes),
-    )  # fmt: skip
     return [
         Stage("target", "take the shipped target", "nothing is downloaded", 5, take_target),
-        Stage(
-            "pad", f"give the target the price of {SIZE} parameters",
-            "speeds below are at a realistic price of target and draft, the text is the same",
-            15, pad,
-        ),
         *([train_first] if train_draft else []),
-        speed,
+        Stage(
+            "speed", "tok/s without and with the shipped draft",
+            "a trained draft saves passes of the target", 30,
+            lambda: bench("eagle3-shipped", shipped_draft()),
+        ),
         Stage(
             "generate", f"the target answers {sizes.answers} code prompts",
             "training data needs nothing but prompts", sizes.answers * sizes.second_an_answer,
@@ -250,8 +212,7 @@ def stages(train_draft: bool, sizes: Sizes) -> list[Stage]:
         ),
         Stage(
             "bench", "tok/s with the drafts of this run",
-            "what minutes of training are worth", 2 * (4 * sizes.bench_pass_s + 10),
-            lambda: bench_all(sizes),
+            "what minutes of training are worth", 60, bench_all,
         ),
         Stage(
             "learn", "serve code, then prose, while the draft learns from it",
@@ -268,7 +229,7 @@ def stages(train_draft: bool, sizes: Sizes) -> list[Stage]:
         ),
         Stage(
             "report", "the tables", "all of it at a glance", 3,
-            lambda: write_report(RUN, PADDED),
+            lambda: write_report(RUN),
         ),
     ]  # fmt: skip
 
@@ -309,6 +270,8 @@ def main() -> None:
             f"quickstart: this command failed with status {error.returncode}: {command}; mend it "
             "and start again"
         )
+    except UserError as error:
+        sys.exit(f"quickstart: {error}")
     print((RUN / "report.txt").read_text(encoding="utf-8"))
     print("the same with plots: runs/quickstart/report.html")
     print(REAL_COMMANDS)

@@ -23,7 +23,6 @@ from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.load import adapter_base, build_model, load_config, load_model
 from draftsmith.drafters.target.target import (
     FIRST,
-    SAME_AS,
     Target,
     TargetParameter,
     digest_of,
@@ -50,7 +49,6 @@ class TargetOutline(Target):
         CausalLM.__init__(self, model, name, shapes_of, max_length=max_length)
         self.trust_remote_code, self._place = trust_remote_code, place
         self.revision = revision + ("-long" if self.has_long_factors else "")
-        self.same_as = getattr(model.config, SAME_AS, None)
         self._tokenizer = None
 
     @property

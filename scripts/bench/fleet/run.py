@@ -22,16 +22,15 @@ from draftsmith.fleet.store.layout import EngineStatus
 from draftsmith.fleet.store.store import VersionStore
 from scripts.bench.fleet.answers import acceptance, recorded, send, texts_of
 from scripts.bench.fleet.installed import variables
-from scripts.bench.fleet.shipped import shipped_pair
 from scripts.bench.serving.peers import vllm_server
 from scripts.bench.serving.systems import awake
+from scripts.demo.commands import Words
+from scripts.demo.shipped import SHIPPED_DRAFT, SHIPPED_TARGET, in_dtype
 from scripts.demo.traffic import Shift, process, traffic
-from scripts.paths import ROOT
 
 PATIENCE_S = 900.0
 # For all engines to serve the live version.
 SETTLE_S = 120.0
-COMMAND = [sys.executable, "-m", "draftsmith.cli"]
 # Bound of |z| of each losslessness event.
 MOST_Z = 3.0
 
@@ -70,10 +69,11 @@ def main() -> None:
 def run(chosen: argparse.Namespace, python: str) -> dict[str, Any]:
     if chosen.quick:
         chosen.code, chosen.prose, chosen.max_tokens = 12, 40, 24
-    pair = shipped_pair(ROOT / "runs" / "shipped")
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
         shift = Shift(
-            *pair, Path(name), chosen.k, code=chosen.code, prose=chosen.prose,
+            in_dtype(SHIPPED_TARGET, folder / "target", "float32"), SHIPPED_DRAFT,
+            folder, chosen.k, code=chosen.code, prose=chosen.prose,
             max_tokens=chosen.max_tokens, clients=chosen.clients, seed=chosen.seed,
         )  # fmt: skip
         figures = over_engines(stack, shift, traffic(shift), chosen, python)
@@ -124,19 +124,19 @@ def named(shift: Shift, class_name: str) -> dict[str, Any]:
     return {"model": str(shift.target), "vllm_xargs": {"draftsmith_class": class_name}}
 
 
-def learner(shift: Shift, place: str) -> list[Any]:
+def learner(shift: Shift, place: str) -> Words:
     """Command of the learner."""
     return [
-        *COMMAND, "distill", "--target", shift.target, "--draft", shift.draft,
+        "distill", "--target", shift.target, "--draft", shift.draft,
         "--buffer", f"{place}/buffer", "--versions", shift.folder / "versions",
-        "--threads", 1, "learn.lr=1e-3", f"learn.unroll.steps={shift.k}",
+        "--threads", "1", "learn.lr=1e-3", f"learn.unroll.steps={shift.k}",
     ]  # fmt: skip
 
 
-def publisher(shift: Shift, place: str) -> list[Any]:
+def publisher(shift: Shift, place: str) -> Words:
     """Command of the publisher."""
     return [
-        *COMMAND, "fleet", "publish", "--versions", shift.folder / "versions", "--to",
+        "fleet", "publish", "--versions", shift.folder / "versions", "--to",
         f"{place}/store", "--layouts", "vllm", "--target", shift.target,
     ]  # fmt: skip
 

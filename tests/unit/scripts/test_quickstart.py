@@ -17,7 +17,8 @@ from draftsmith.train.export import gguf, openvino
 from draftsmith.train.export.portable import check_represented
 from scripts.demo import commands, report, ship_draft
 from scripts.demo.machine import sizes_of
-from scripts.demo.stages import SHIPPED_DRAFT, SHIPPED_TARGET, stages
+from scripts.demo.shipped import SHIPPED_DRAFT, SHIPPED_TARGET
+from scripts.demo.stages import stages
 
 INSTALLATION_S = 150
 MOST_S = 600  # as the documents promise
@@ -33,7 +34,7 @@ def test_a_slow_machine_does_less_in_the_same_time(pace: float) -> None:
 
 def test_speed_is_shown_before_anything_is_trained() -> None:
     names = [stage.name for stage in stages(False, sizes_of(1.0))]
-    assert names.index("pad") < names.index("speed") < names.index("generate")
+    assert names.index("target") < names.index("speed") < names.index("generate")
     assert "draft" in [stage.name for stage in stages(True, sizes_of(1.0))]
 
 
@@ -78,7 +79,7 @@ def test_commands_run_together_and_a_failure_of_any_is_one(
 
 def served(index: int, accepted: int) -> dict[str, Any]:
     return {
-        "index": index, "ended_s": float(index), "tokens": 4 + accepted, "rounds": 4,
+        "index": index, "tokens": 4 + accepted, "rounds": 4,
         "accepted": accepted, "tried": 4,
     }  # fmt: skip
 
@@ -107,7 +108,7 @@ def evaluation(temperature: float, *alpha: float) -> dict[str, Any]:
 
 
 def test_the_report_holds_what_the_documents_show(tmp_path: Path) -> None:
-    run, padded = tmp_path / "runs" / "quickstart", tmp_path / "padded"
+    run = tmp_path / "runs" / "quickstart"
     acceptance = {"tau": 2.0, "tau_95": [1.9, 2.1]}
     cases = [
         {"temperature": t, "mode": mode, "tokens_per_s": speed, "acceptance": found}
@@ -127,11 +128,9 @@ def test_the_report_holds_what_the_documents_show(tmp_path: Path) -> None:
         path = run / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content))
-    for folder in (run / "export" / "eagle3", run / "versions", padded):
+    for folder in (run / "export" / "eagle3", run / "versions"):
         folder.mkdir(parents=True)
-    sizes = {"parameters": 100, "source_parameters": 5}
-    (padded / "config.json").write_text(json.dumps({"padded": sizes}))
-    report.write_report(run, padded)
+    report.write_report(run)
     text = (run / "report.txt").read_text()
     assert "live / first: 1.200 of tau" in (run / "report.html").read_text()
     assert "live / first: 1.200 of tau" in text and "requests answered: 11; dropped: 0" in text
