@@ -13,7 +13,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
-from scripts.bench.serving.round import calls
+from tests.round_calls import calls
 from tests.stand_in_drafts import Knowing, Uncached
 
 PROMPT = [5, 60, 7, 200, 9, 33]

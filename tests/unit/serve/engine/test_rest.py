@@ -17,7 +17,7 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, TapLog
 from draftsmith.serve.sampling.params import SamplingParams
-from scripts.bench.serving.round import calls
+from tests.round_calls import calls
 
 PROMPTS = [[2, 3, 5, 7, 11], [13, 17, 19], [23, 29, 31, 37, 41, 43]]
 
