@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import torch
-from safetensors.torch import load_file, save_file
 
 from scripts.bench.serving.systems import TIMEOUT_S, Served, System
 
@@ -35,10 +32,10 @@ PLAIN_SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 @dataclass(frozen=True)
 class Bench:
-    """Comparison of one target in one dtype, its EAGLE-3 draft, and the systems asked for."""
+    """Comparison of one target in one dtype, its EAGLE-3 draft if any, and the systems asked for."""
 
     target: Path
-    draft: Path
+    draft: Path | None
     exports: Path  # of the draft, a folder for each engine
     dtype: str
     k: int
@@ -46,7 +43,8 @@ class Bench:
     wanted: re.Pattern[str]
 
     def wants(self, name: str) -> bool:
-        return self.wanted.search(name) is not None
+        is_possible = self.draft is not None or ", draft" not in name
+        return is_possible and self.wanted.search(name) is not None
 
     def exported(self, engine: str, *options: str) -> Path:
         """Folder of the draft in an engine's layout, made once."""
@@ -56,18 +54,6 @@ class Bench:
             command += ["--target", self.target, "--out", out, *options]
             subprocess.run([str(word) for word in command], check=True)
         return out
-
-
-def in_dtype(source: Path, out: Path, dtype: str) -> Path:
-    """A copy of a checkpoint whose weights are stored in `dtype`."""
-    shutil.copytree(source, out, dirs_exist_ok=True)
-    weights = load_file(out / "model.safetensors")
-    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
-    save_file(weights, out / "model.safetensors", {"format": "pt"})
-    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    text = json.dumps(config | {"dtype": dtype}, indent=2) + "\n"
-    (out / "config.json").write_text(text, encoding="utf-8")
-    return out
 
 
 def vllm_systems(stack: ExitStack, bench: Bench, python: str) -> Iterator[System]:
@@ -114,21 +100,16 @@ def vllm_server(
 ) -> Iterator[tuple[str, int]]:
     """vLLM's server as its users start it, compiled; its URL and process group, which is stopped
     once it is up: idle vLLM workers were seen to take a quarter of a core each."""
-    command = vllm_command(python, target, options, dtype=dtype)
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    command += ["--dtype", dtype, "--no-enable-log-requests", *options]
     with server("vLLM", command, {**VLLM_VARIABLES, **(variables or {})}) as (url, group):
         os.killpg(group, signal.SIGSTOP)
         yield url, group
 
 
-def vllm_command(
-    python: str, target: Path, options: Sequence[str], *, dtype: str = "float32"
-) -> list[str]:
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
-    return [*command, "--dtype", dtype, "--no-enable-log-requests", *options]
-
-
 def llama_systems(stack: ExitStack, bench: Bench, program: str) -> Iterator[System]:
-    """llama.cpp's server with target and draft as GGUF in the same dtype, one thread as ours."""
+    """llama.cpp's server with target and draft as GGUF in the same dtype, one thread as ours; both
+    come of the draft's export."""
     eagle3 = ["--spec-type", "draft-eagle3", "--spec-draft-n-max", str(bench.k)]
     for name in ("no draft", "draft"):
         if not bench.wants(f"llama.cpp, {name}"):

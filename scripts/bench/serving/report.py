@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from scripts.bench.markdown_table import header, line
+from draftsmith.files import markdown_table
 
 Row = dict[str, Any]
 REFERENCES = {
@@ -24,17 +24,18 @@ def table(rows: Sequence[Row]) -> str:
         temperature, streams = setting
         lines += ["", f"T = {temperature:g}, {streams} at once", ""]
         columns = ("system", "tok/s", "lowest - highest", "tau", "first token, ms")
-        lines += header(*columns, *references)
-        for name, row in group.items():
-            cells = [
+        found = [
+            [
                 name + (" (*)" if row["biased"] else ""),
                 f"{row['tokens_per_s']:.0f}",
                 f"{min(row['passes']):.0f} - {max(row['passes']):.0f}",
                 "-" if row["tau"] is None else f"{row['tau']:.2f}",
                 f"{1000 * row['first_token_s']:.0f}",
+                *(ratio(row, group[other]) for other in references.values()),
             ]
-            cells += [ratio(row, group[other]) for other in references.values()]
-            lines.append(line(*cells))
+            for name, row in group.items()
+        ]
+        lines += markdown_table([*columns, *references], found)
     if any(row["biased"] for row in rows):
         lines += ["", "(*) sampled speculation of this system changes the distribution."]
     return "\n".join(lines)

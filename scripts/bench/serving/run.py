@@ -14,29 +14,29 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from draftsmith import files
+from draftsmith.drafters.layouts.gguf import model_folder
 from draftsmith.files import write_json
 from draftsmith.progress import Progress
 from draftsmith.serve.bench.client import read_prompts
 from draftsmith.serve.bench.command import started
-from scripts.bench.kernels.run import cpu_name, machine
-from scripts.bench.serving.peers import Bench, in_dtype, llama_systems, vllm_systems
+from scripts.bench.machine import machine
+from scripts.bench.serving.peers import Bench, llama_systems, vllm_systems
 from scripts.bench.serving.report import table
 from scripts.bench.serving.systems import TIMEOUT_S, Pass, Served, System, Workload
-from scripts.demo.pad_target import padded_target
-from scripts.demo.traffic import write_bench_prompts
-from scripts.paths import ROOT
+from scripts.demo.shipped import in_dtype
 
 
 def our_systems(stack: ExitStack, bench: Bench) -> Iterator[System]:
     draft = ["--draft", str(bench.draft)]
+    # An answer that an earlier pass gave is no draft.
+    suffix = ["--suffix", "--suffix-max-cached-requests", "0"]
     options = {
         "no draft": [],
         "n-gram": ["--ngram"],
-        "suffix": ["--suffix"],
+        "suffix": suffix,
         "draft": draft,
-        "draft behind suffix": [*draft, "--suffix"],
+        "draft behind suffix": [*draft, *suffix],
         "draft, k auto": [*draft, "--k", "auto"],
     }
     for name, words in options.items():
@@ -52,7 +52,7 @@ def systems_of(stack: ExitStack, bench: Bench) -> list[System]:
     found: list[System] = []
     if python := os.environ.get("DRAFTSMITH_VLLM_PYTHON"):
         found += vllm_systems(stack, bench, python)
-    if program := os.environ.get("DRAFTSMITH_LLAMA_SERVER"):
+    if bench.draft and (program := os.environ.get("DRAFTSMITH_LLAMA_SERVER")):
         found += llama_systems(stack, bench, program)
     found += our_systems(stack, bench)
     if not found:
@@ -100,16 +100,13 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/bench_serving", description="Serving speed beside vLLM and llama.cpp."
     )
-    shipped = ROOT / "scripts"
-    parser.add_argument("--target", type=Path, default=shipped / "quickstart_target", help="folder")
-    parser.add_argument("--draft", type=Path, default=shipped / "quickstart_draft", help="EAGLE-3")
-    parser.add_argument("--prompts", help="as of `draftsmith bench`; by default held-out code")
-    parser.add_argument("--parameters", help="pad the target to so many, for example 100M")
+    parser.add_argument("--target", default="demo", help="a folder, a GGUF file or `demo`")
+    parser.add_argument("--draft", type=Path, help="EAGLE-3; without it no system has one")
+    parser.add_argument("--prompts", default="stdlib:code", help="as of `draftsmith bench`")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     parser.add_argument("--k", type=int, default=3, help="draft tokens per round, for all systems")
     parser.add_argument("--count", type=int, default=6, help="prompts, four a stream at least")
-    parser.add_argument("--prompt-tokens", type=int, default=48, help="of the held-out code")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
@@ -121,12 +118,7 @@ def options() -> argparse.Namespace:
 
 
 def compare(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    source = chosen.prompts
-    if source is None:
-        source = str(folder / "prompts.jsonl")
-        most = max(chosen.count, 4 * max(chosen.streams))
-        write_bench_prompts(chosen.target, folder / "prompts.jsonl", most, chosen.prompt_tokens)
-    target = padded_target(chosen.target, chosen.parameters)
+    target = Path(model_folder(chosen.target))
     bench = Bench(
         target=in_dtype(target, folder / "target", chosen.dtype),
         draft=chosen.draft, exports=folder / "exports", dtype=chosen.dtype, k=chosen.k,
@@ -138,7 +130,7 @@ def compare(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             # Drafts make answers of one length end at different times: with fewer than four a
             # stream, the last ones alone would be timed.
             count = max(chosen.count, 4 * streams if streams > 1 else 1)
-            prompts = read_prompts(source, count=count, chars=400, seed=0)
+            prompts = read_prompts(chosen.prompts, count=count, chars=400, seed=0)
             works.append(Workload(prompts, chosen.max_tokens, temperature, streams))
     with ExitStack() as stack:
         return measure(systems_of(stack, bench), works, chosen.repeats)
@@ -148,10 +140,12 @@ def main() -> None:
     chosen = options()
     with tempfile.TemporaryDirectory() as folder:
         rows = compare(chosen, Path(folder))
-    print(f"{cpu_name()}, {os.cpu_count()} cores, {chosen.dtype}, k = {chosen.k}\n{table(rows)}")
+    print(f"{files.machine()}, {chosen.dtype}, k = {chosen.k}\n{table(rows)}")
     for peer, variable in (("vLLM", "VLLM_PYTHON"), ("llama.cpp", "LLAMA_SERVER")):
         if f"DRAFTSMITH_{variable}" not in os.environ:
             print(f"{peer} was not measured: DRAFTSMITH_{variable} is not set")
+    if chosen.draft is None:
+        print("no draft was measured, and nothing of llama.cpp: --draft is not given")
     if chosen.out is not None:
         setting = {key: str(value) for key, value in vars(chosen).items() if key != "out"}
         write_json(
@@ -159,7 +153,7 @@ def main() -> None:
             {
                 "schema": 1,
                 "setting": setting,
-                "machine": machine(torch.device("cpu")),
+                "machine": machine(),
                 "rows": rows,
             },
         )
