@@ -78,7 +78,9 @@ def bench(
         monkeypatch.setattr(sys, "argv", ["bench_drafters", *map(str, places), *TINY])
         drafter_run.main()
         written = capsys.readouterr()
-        return written.out + written.err, json.loads(out.read_text(encoding="utf-8"))
+        return " ".join((written.out + written.err).split()), json.loads(
+            out.read_text(encoding="utf-8")
+        )
 
     return started
 
@@ -122,9 +124,9 @@ def test_ratios_pair_the_seeds_and_a_single_seed_has_no_interval(report_module: 
     rows = [row("families", "eagle3", seed, tau) for seed, tau in enumerate((2.0, 3.0, 4.0))]
     rows += [row("peers", "speculators", seed, tau) for seed, tau in enumerate((1.0, 1.5, 2.0))]
     rows += [row("objectives", "tv", seed, tau) for seed, tau in enumerate((1.9, 3.3, 4.0))]
-    told = report_module.tables({"k": 2, "rows": rows})
+    told = " ".join(report_module.tables({"k": 2, "rows": rows}).split())
     assert "| speculators | 2.000 +- 0.000 |" in told
     # The seeds' taus differ by far more than their ratios do: 0.95, 1.1 and 1.
     assert "| 1.017 +- 0.190 |" in told
-    told = report_module.tables({"k": 2, "rows": [*rows[:1], *rows[3:4]]})
+    told = " ".join(report_module.tables({"k": 2, "rows": [*rows[:1], *rows[3:4]]}).split())
     assert "| speculators | 2.000 |" in told

@@ -21,7 +21,6 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "tvd++": ("divergence=tvd++",),
     "on-policy": ("on_policy.share=0.5",),
 }
-FORWARD_KL = "forward KL"
 OURS, THEIRS = "draftsmith", "speculators"
 # What a CPU needs of speculators: no Triton, no flex attention, no bfloat16.
 ON_CPU = (

@@ -6,89 +6,76 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from scripts.bench.drafters.cells import FORWARD_KL
-from scripts.bench.drafters.figures import (
-    Figure,
-    Row,
-    alpha,
-    over_seeds,
-    ratio,
-    rows_of,
-    tau,
-    temperatures,
-    trained,
-)
-from scripts.bench.markdown_table import header, line
+from draftsmith.files import markdown_table
+from scripts.bench.figures import over_seeds
 
-Report = dict[str, Any]
+Row = dict[str, Any]
+# Part -> what the ratios of its rows are.
+RATIOS = {"objectives": "eagle3: tau over forward KL's", "peers": "our eagle3: tau over that of"}
 
 
-def tables(report: Report) -> str:
+def tables(report: dict[str, Any]) -> str:
     """Markdown; parts of which nothing was measured are left out."""
-    parts = [families(report), objectives(report), peers(report)]
+    rows, at = report["rows"], temperatures(report["rows"])
+    parts = [families(rows, at, report["k"]), *(ratios(rows, at, part) for part in RATIOS)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def families(report: Report) -> list[str]:
-    rows, depths = report["rows"], range(report["k"])
-    seen = names(rows, "families") + [f"peers/{name}" for name in names(rows, "peers")]
-    if not seen:
-        return []
-    at = temperatures(rows)
+def families(rows: Sequence[Row], at: Sequence[float], k: int) -> list[str]:
+    peers = {f"eagle3 by {name}": found for name, found in by_name(rows, "peers").items()}
     head = ["draft", "seeds", "steps", "passes", *(f"tau, T = {t:g}" for t in at)]
-    head += [f"alpha_{depth + 1}, T = {t:g}" for t in at for depth in depths]
-    lines = [*header(*head)]
-    for name in seen:
-        found = (
-            rows_of(rows, "peers", name.removeprefix("peers/"))
-            if "/" in name
-            else rows_of(rows, "families", name)
-        )
-        cells = [
-            str(len(found)),
-            over_seeds(found, trained("steps")).text(0),
-            over_seeds(found, trained("passes")).text(1),
-        ]
-        cells += [over_seeds(found, tau(t)).text() for t in at]
+    head += [f"alpha_{depth + 1}, T = {t:g}" for t in at for depth in range(k)]
+    lines = []
+    for name, found in (by_name(rows, "families") | peers).items():
+        trained = [row["trained"] for row in found.values()]
+        cells = [name, str(len(found)), over_seeds([one["steps"] for one in trained], 0)]
+        cells.append(over_seeds([one["passes"] for one in trained], 1))
+        cells += [over_seeds([tau(row, t) for row in found.values()]) for t in at]
         cells += [
-            Figure(over_seeds(found, alpha(t, depth)).mean, math.nan).text()
+            over_seeds([alpha(row, t, depth) for row in found.values()])
             for t in at
-            for depth in depths
+            for depth in range(k)
         ]
-        label = f"eagle3 by {name.removeprefix('peers/')}" if "/" in name else name
-        lines.append(line(label, *cells))
-    return lines
+        lines.append(cells)
+    return markdown_table(head, lines) if lines else []
 
 
-def objectives(report: Report) -> list[str]:
-    rows = report["rows"]
-    base, seen = rows_of(rows, "families", "eagle3"), names(rows, "objectives")
-    if not seen or not base:
-        return []
-    at = temperatures(rows)
-    taus = (*(f"tau, T = {t:g}" for t in at), *(f"/ forward KL, T = {t:g}" for t in at))
-    own = (over_seeds(base, tau(t)).text() for t in at)
-    lines = header("eagle3 trained by", "seeds", *taus)
-    lines.append(line(FORWARD_KL, len(base), *own, *("1" for _ in at)))
-    for name in seen:
-        found = rows_of(rows, "objectives", name)
-        cells = [over_seeds(found, tau(t)).text() for t in at]
-        cells += [ratio(found, base, tau(t)).text() for t in at]
-        lines.append(line(name, len(found), *cells))
-    return lines
+def ratios(rows: Sequence[Row], at: Sequence[float], part: str) -> list[str]:
+    """Seed by seed: both sides of a ratio saw the same order of the data."""
+    base, lines = by_name(rows, "families").get("eagle3", {}), []
+    for name, found in by_name(rows, part).items():
+        pairs = [(found[seed], base[seed]) for seed in found if seed in base]
+        if part == "peers":
+            pairs = [(ours, theirs) for theirs, ours in pairs]
+        if pairs:
+            lines.append(
+                [name, *(over_seeds([tau(a, t) / tau(b, t) for a, b in pairs]) for t in at)]
+            )
+    return markdown_table([RATIOS[part], *(f"T = {t:g}" for t in at)], lines) if lines else []
 
 
-def peers(report: Report) -> list[str]:
-    rows, at = report["rows"], temperatures(report["rows"])
-    ours, seen = rows_of(rows, "families", "eagle3"), names(rows, "peers")
-    if not seen or not ours:
-        return []
-    lines = header("our eagle3 beside", *(f"tau ratio, T = {t:g}" for t in at))
-    return lines + [
-        line(name, *(ratio(ours, rows_of(rows, "peers", name), tau(t)).text() for t in at))
-        for name in seen
-    ]
+def by_name(rows: Sequence[Row], part: str) -> dict[str, dict[int, Row]]:
+    """Rows of a part by name and seed."""
+    found: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        if row["cell"]["part"] == part:
+            found.setdefault(row["cell"]["name"], {})[row["cell"]["seed"]] = row
+    return found
 
 
-def names(rows: Sequence[Row], part: str) -> list[str]:
-    return list(dict.fromkeys(row["cell"]["name"] for row in rows if row["cell"]["part"] == part))
+def tau(row: Row, temperature: float) -> float:
+    return evaluation(row, temperature)["tau"]["value"]
+
+
+def alpha(row: Row, temperature: float, depth: int) -> float:
+    """nan where no round came so deep."""
+    found = evaluation(row, temperature)["alpha"][depth]
+    return math.nan if found is None else found["value"]
+
+
+def evaluation(row: Row, temperature: float) -> dict[str, Any]:
+    return next(one for one in row["evaluations"] if one["temperature"] == temperature)
+
+
+def temperatures(rows: Sequence[Row]) -> list[float]:
+    return sorted({one["temperature"] for row in rows for one in row["evaluations"]})

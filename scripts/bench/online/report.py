@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.drafters.figures import figure
-from scripts.bench.markdown_table import header, line
+from draftsmith.files import markdown_table
+from scripts.bench.figures import over_seeds
 
 Row = dict[str, Any]
+STREAMS = (
+    "stream", "seeds", "alpha, static draft", "alpha, learning", "gain", "windows below static",
+    "worst window", "published, rolled back", "CPU s per 1,000 tokens: serving", "learning",
+)  # fmt: skip
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -18,39 +22,38 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def streams(rows: Sequence[Row]) -> list[str]:
-    lines = header(
-        "stream", "seeds", "alpha, static draft", "alpha, learning", "gain", "windows below static",
-        "worst window", "published, rolled back", "CPU s per 1,000 tokens: serving", "learning",
-    )  # fmt: skip
+    lines = []
     for name, found in by_stream(rows).items():
         counted = [window for one in found for window in one["windows"] if not window["is_shift"]]
         gains = [window["live"] - window["static"] for window in counted]
         below = sum(gain < 0 for gain in gains)
+        static, live = ([mean_alpha(one, name) for one in found] for name in ("static", "live"))
         cells = [
-            over_seeds(found, lambda one: mean_alpha(one, "static")),
-            over_seeds(found, lambda one: mean_alpha(one, "live")),
-            over_seeds(found, lambda one: mean_alpha(one, "live") - mean_alpha(one, "static")),
+            name,
+            str(len(found)),
+            *map(over_seeds, (static, live, [a - b for a, b in zip(live, static)])),
             f"{below} of {len(gains)}",
             f"{min(gains):+.3f}",
             ", ".join(str(sum(one[key] for one in found)) for key in ("published", "rolled_back")),
-            over_seeds(found, lambda one: 1e3 * one["serve_s"] / one["tokens"], 2),
-            over_seeds(found, lambda one: 1e3 * one["learn_s"] / one["tokens"], 2),
+            over_seeds([1e3 * one["serve_s"] / one["tokens"] for one in found], 2),
+            over_seeds([1e3 * one["learn_s"] / one["tokens"] for one in found], 2),
         ]
-        lines.append(line(name, len(found), *cells))
-    return lines
+        lines.append(cells)
+    return markdown_table(STREAMS, lines)
 
 
 def beside_offline(rows: Sequence[Row]) -> list[str]:
     found = [row["result"]["compared"] for row in rows if row["result"]["compared"]]
     if not found:
         return []
-    lines = header("after the shift to prose", "seeds", "measured")
-    for name, value in {
-        "alpha gained": lambda one: one["online"] - one["static"],
-        "share of an offline draft's alpha, same texts": lambda one: one["online"] / one["offline"],
-    }.items():
-        lines.append(line(name, len(found), over_seeds(found, value)))
-    return lines
+    figures = {
+        "alpha gained": [one["online"] - one["static"] for one in found],
+        "share of an offline draft's alpha, same texts": [
+            one["online"] / one["offline"] for one in found
+        ],
+    }
+    lines = [[name, str(len(found)), over_seeds(values)] for name, values in figures.items()]
+    return markdown_table(("after the shift to prose", "seeds", "measured"), lines)
 
 
 def by_stream(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -58,10 +61,6 @@ def by_stream(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {
         name: [row["result"] for row in rows if row["cell"]["stream"] == name] for name in names
     }
-
-
-def over_seeds(found: Sequence[Row], value: Callable[[Row], float], digits: int = 3) -> str:
-    return figure([value(one) for one in found]).text(digits)
 
 
 def mean_alpha(result: Row, name: str) -> float:
