@@ -47,7 +47,7 @@ def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]
                 yield partial(chain_case, name, verify, sizes, vocab_size, device, dtype)
             yield partial(tree_case, sizes, vocab_size, device, dtype)
         yield partial(decide_case, sizes, vocab_size, device)
-    yield from divergence_cases(sizes, device, Case)
+    yield from divergence_cases(sizes, device)
     yield partial(attention_case, sizes, device)
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from draftsmith.kernels.divergence.fused import HeadLogits, default_chunk_size, divergence
 from draftsmith.kernels.divergence.kind import DivergenceKind, kind_of
+from scripts.bench.kernels.case import Call, Case, Sizes
 from scripts.bench.kernels.peers import has_liger, liger_forward_kl, liger_jsd
 
-if TYPE_CHECKING:
-    from scripts.bench.kernels.case import Case, Sizes
-
-KINDS = ("jsd", "tv", "lk-alpha", "reverse-kl", "ce")
+KINDS = ("forward-kl", "jsd", "tv", "lk-alpha", "reverse-kl", "ce")
 
 
 class Pair(NamedTuple):
@@ -95,98 +93,38 @@ def products(pair: Pair, *, with_target: bool) -> Callable[[], None]:
     return call
 
 
-def divergence_cases(
-    sizes: Sizes, device: torch.device, case: type[Case]
-) -> Iterator[Callable[[], Case]]:
+def divergence_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]]:
     for vocab_size in sizes.divergence_vocabularies:
-        yield partial(given_logits_case, sizes, vocab_size, device, case)
         for name in KINDS:
-            yield partial(both_heads_case, name, sizes, vocab_size, device, case)
+            yield partial(divergence_case, name, sizes, vocab_size, device)
 
 
-def compiled(sizes: Sizes, vocab_size: int) -> list[str]:
-    """As `Sizes.compiled`, at the vocabularies that divergences are measured at."""
-    middle = sizes.divergence_vocabularies[len(sizes.divergence_vocabularies) // 2]
-    return ["reference"] if vocab_size == middle else []
-
-
-def _shape(sizes: Sizes) -> str:
-    return f"{sizes.tokens} tokens x {sizes.width}, forward and backward"
-
-
-def given_logits_case(
-    sizes: Sizes, vocab_size: int, device: torch.device, case: type[Case]
-) -> Case:
-    """Forward KL to given target logits, which is what Liger's fused KL takes (as
-    probabilities)."""
-    pair, kind = make_pair(sizes, vocab_size, device), kind_of("forward-kl")
-    target = pair.target_hidden @ pair.target_head.T
+def divergence_case(name: str, sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
+    """Forward KL is to given target logits, which is what Liger's fused KL takes (as
+    probabilities), the others are from both hidden states."""
+    pair, kind, is_given = make_pair(sizes, vocab_size, device), kind_of(name), name == "forward-kl"
+    given = pair.target_hidden @ pair.target_head.T if is_given else torch.empty(0)
+    target = given.__getitem__ if is_given else HeadLogits(pair.target_hidden, pair.target_head)
+    tokens = pair.tokens if name == "ce" else None
 
     def ours() -> Any:
-        return backward(
-            divergence(kind, pair.hidden, pair.head, lambda rows: target[rows], pair.weights).loss,
-            pair,
-        )
+        found = divergence(kind, pair.hidden, pair.head, target, pair.weights, tokens=tokens)
+        return backward(found.loss, pair)
 
     def eager() -> Any:
-        return backward(
-            (eager_rows(kind, pair.hidden @ pair.head.T, target, pair.tokens) * pair.weights).sum(),
-            pair,
-        )
+        logits = given if is_given else pair.target_hidden @ pair.target_head.T
+        rows = eager_rows(kind, pair.hidden @ pair.head.T, logits, pair.tokens)
+        return backward((rows * pair.weights).sum(), pair)
 
-    ways: dict[str, Callable[[], Any]] = {
-        "ours": ours,
-        "reference": eager,
-        "products": products(pair, with_target=False),
-    }
-    if has_liger(device):
-        ways["liger"] = liger_forward_kl(pair.hidden, pair.head, target, None)
-        ways["liger float32 sums"] = liger_forward_kl(pair.hidden, pair.head, target, torch.float32)
-    return case(
-        f"forward-kl, target logits given, V {vocab_size}",
-        _shape(sizes),
-        0,
-        ways,
-        compiled(sizes, vocab_size),
-    )
-
-
-def both_heads_case(
-    name: str, sizes: Sizes, vocab_size: int, device: torch.device, case: type[Case]
-) -> Case:
-    pair, kind = make_pair(sizes, vocab_size, device), kind_of(name)
-    target, tokens = (
-        HeadLogits(pair.target_hidden, pair.target_head),
-        pair.tokens if name == "ce" else None,
-    )
-
-    def ours() -> Any:
-        return backward(
-            divergence(kind, pair.hidden, pair.head, target, pair.weights, tokens=tokens).loss, pair
-        )
-
-    def eager() -> Any:
-        with torch.no_grad():
-            target_logits = pair.target_hidden @ pair.target_head.T
-        return backward(
-            (
-                eager_rows(kind, pair.hidden @ pair.head.T, target_logits, pair.tokens)
-                * pair.weights
-            ).sum(),
-            pair,
-        )
-
-    ways: dict[str, Callable[[], Any]] = {
-        "ours": ours,
-        "reference": eager,
-        "products": products(pair, with_target=True),
-    }
-    if name == "jsd" and has_liger(device):
+    with_target = products(pair, with_target=not is_given)
+    ways: dict[str, Call] = {"ours": ours, "reference": eager, "products": with_target}
+    if has_liger(device) and is_given:
+        ways["liger"] = liger_forward_kl(pair.hidden, pair.head, given, None)
+        ways["liger float32 sums"] = liger_forward_kl(pair.hidden, pair.head, given, torch.float32)
+    if has_liger(device) and name == "jsd":
         ways["liger"] = liger_jsd(pair.hidden, pair.head, pair.target_hidden, pair.target_head)
-    return case(
-        f"{name}, from both hidden states, V {vocab_size}",
-        _shape(sizes),
-        0,
-        ways,
-        compiled(sizes, vocab_size),
-    )
+    seen = "target logits given" if is_given else "from both hidden states"
+    shape = f"{sizes.tokens} tokens x {sizes.width}, forward and backward"
+    middle = sizes.divergence_vocabularies[len(sizes.divergence_vocabularies) // 2]
+    compiled = ["reference"] if vocab_size == middle else []
+    return Case(f"{name}, {seen}, V {vocab_size}", shape, 0, ways, compiled)
