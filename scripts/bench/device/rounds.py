@@ -22,7 +22,6 @@ from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import PHASES
 from draftsmith.serve.warm_up import warm_up
-from scripts.bench.device.machine import Machine
 from scripts.bench.device.report import Report, free_memory
 from scripts.bench.device.shapes import random_draft, random_target
 
@@ -33,6 +32,11 @@ UNREAD = RequestOptions(text=False)  # there is no tokenizer
 K = 3
 # Chances by depth with which tau is 2 and 3 at three drafted tokens.
 RATES = {"tau 2": (0.5437, 0.5437, 0.5437), "tau 3": (0.8105, 0.8105, 0.8105)}
+
+
+class Machine(NamedTuple):
+    device: torch.device
+    copy_bytes_s: float  # read and written
 
 
 class Work(NamedTuple):

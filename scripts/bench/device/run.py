@@ -13,8 +13,12 @@ from typing import NamedTuple
 import torch
 
 from scripts.bench.device import real, rounds
-from scripts.bench.device.machine import Machine, look
 from scripts.bench.device.report import Report
+from scripts.bench.device.rounds import Machine
+from scripts.bench.kernels.timing import Stopwatch, copy_bandwidth
+from scripts.bench.machine import machine
+
+WARM_S = 2.0
 
 
 class Item(NamedTuple):
@@ -28,8 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         return refused("there is no CUDA device; run it on a machine with one, or give --tiny")
     options.out.mkdir(parents=True, exist_ok=True)
     end_s, report = time.monotonic() + options.limit_s, Report(options.out)
-    machine = look(report, "machine", torch.device("cpu" if options.tiny else "cuda"))
-    todo = items(report, machine, options)
+    todo = items(report, look(report, torch.device("cpu" if options.tiny else "cuda")), options)
     well = True
     for name in options.items or todo:
         left_s = end_s - time.monotonic()
@@ -40,6 +43,20 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         well &= report.run(name, min(todo[name].seconds, left_s), todo[name].work)
     return 0 if well else 1
+
+
+def look(report: Report, device: torch.device) -> Machine:
+    """Products until the clocks are up, then a copy of memory, whose rate bounds what only moves
+    bytes."""
+    report.note("machine", **machine(), cuda=torch.version.cuda)
+    if device.type == "cuda":
+        square, end_s = torch.randn(8192, 8192, device=device).bfloat16(), time.monotonic() + WARM_S
+        while time.monotonic() < end_s:
+            square @ square
+            torch.cuda.synchronize()
+    found = Machine(device, copy_bandwidth(Stopwatch(device, 0.2)))
+    report.note("machine", copy_bytes_s=found.copy_bytes_s)
+    return found
 
 
 def refused(reason: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from draftsmith.drafters.options import DflashOptions, Eagle3Options
+from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.load import build_model
@@ -47,13 +47,8 @@ def random_target(size: str, device: torch.device) -> Target:
     return Target(model.eval(), size)
 
 
-def random_draft(
-    target: Target, dtype: torch.dtype | None = None, family: str = "eagle3"
-) -> torch.nn.Module:
-    options = {
-        "eagle3": Eagle3Options(draft_vocab_size=DRAFT_VOCABULARIES[target.name]),
-        "dflash": DflashOptions(mask_token=0),
-    }[family]
+def random_draft(target: Target) -> torch.nn.Module:
+    options = Eagle3Options(draft_vocab_size=DRAFT_VOCABULARIES[target.name])
     counts = torch.ones(target.vocab_size, dtype=torch.int64)
-    drafter = FAMILIES[family].create(options, target, seed=0, token_counts=counts)
-    return drafter.to(device=target.device, dtype=dtype or target.dtype)
+    drafter = FAMILIES["eagle3"].create(options, target, seed=0, token_counts=counts)
+    return drafter.to(device=target.device, dtype=target.dtype)

@@ -23,7 +23,7 @@ from draftsmith.train.evaluate.command import answer_again
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
 from scripts.bench.drafters.cells import FAMILIES, OBJECTIVES, ON_CPU, OURS, Cell, Plan
 from scripts.bench.drafters.report import tables
-from scripts.bench.kernels.run import machine
+from scripts.bench.machine import machine
 from scripts.paths import ROOT
 
 MAX_LENGTH, HELD_OUT = 512, 0.05
@@ -96,7 +96,7 @@ def main() -> None:
         "schema": 1,
         "k": K,
         "minutes": chosen.minutes,
-        "machine": machine(bench.target.device),
+        "machine": machine(),
         "rows": rows,
     }
     print(tables(report))

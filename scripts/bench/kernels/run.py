@@ -6,12 +6,9 @@ import argparse
 import dataclasses
 import gc
 import logging
-import os
-import platform
 import sys
 import time
 import warnings
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -21,8 +18,8 @@ from scripts.bench.kernels.case import Case, Sizes
 from scripts.bench.kernels.cases import FULL, QUICK, all_cases
 from scripts.bench.kernels.peers import has_liger
 from scripts.bench.kernels.timing import Stopwatch, Timing, copy_bandwidth
+from scripts.bench.machine import load, machine
 
-PACKAGES = ("torch", "transformers", "triton", "liger-kernel")
 COLUMNS = (
     f"{'':<24}{'median ms':>11}{'80 % of runs':>21}{'peak MiB':>11}{'of copy':>9}{'vs ours':>9}"
 )
@@ -38,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     bandwidth = copy_bandwidth(stopwatch)
     report = {
         "schema": 1,
-        "machine": machine(device),
+        "machine": machine(),
         "sizes": dataclasses.asdict(sizes),
         "quick": options.quick,
     }
@@ -106,37 +103,6 @@ def chosen_sizes(options: argparse.Namespace) -> Sizes:
         if chosen
         else sizes
     )
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{cpu_name()}, {torch.get_num_threads()} threads"
-    )
-    return {"device": name, "cores": os.cpu_count(), "load": load(), "versions": versions}
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as handle:
-            return next(
-                (line.split(":")[1].strip() for line in handle if line.startswith("model name")),
-                platform.processor(),
-            )
-    except OSError:
-        return platform.processor()
-
-
-def load() -> str:
-    """Load of the last minute, which separates a quiet machine from a shared one."""
-    return f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
 def measure(

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from draftsmith import files
 from draftsmith.files import read_json, write_json, write_text
 from draftsmith.progress import Progress
-from scripts.bench.kernels.run import cpu_name, machine
+from scripts.bench.machine import machine
 from scripts.bench.online import cell
 from scripts.bench.online.domains import PROMPT_TOKENS
 from scripts.bench.online.report import draw, tables
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
         write_text(chosen.out.with_suffix(".md"), text + "\n")
         write_json(
             chosen.out.with_suffix(".json"),
-            {"schema": 1, "machine": machine(setting.target.device), "rows": rows},
+            {"schema": 1, "machine": machine(), "rows": rows},
         )
         draw(chosen.out.with_suffix(".png"), rows)
 
@@ -103,7 +104,7 @@ def conditions(requests: int, count: int) -> str:
     return (
         f"{requests} requests after the shift of {PROMPT_TOKENS} + {SAMPLING.max_tokens} tokens at "
         f"T = {SAMPLING.temperature:g}, batch {BATCH}, EAGLE-3 with k = {K}, {count} streams "
-        f"finished; {cpu_name()}, one thread. Intervals are 95 %, over seeds."
+        f"finished; {files.machine()}, one thread. Intervals are 95 %, over seeds."
     )
 
 

@@ -43,7 +43,7 @@ def test_every_item_is_rehearsed_without_a_device(tmp_path: Path) -> None:
     assert list(found) == ["machine", *NAMES]
     assert not [name for name, one in found.items() if "failed" in one]
     assert found["machine"]["versions"]["torch"] == torch.__version__
-    assert found["machine"]["copy_bytes_s"] > 0 and found["machine"]["read_bytes_s"] > 0
+    assert found["machine"]["copy_bytes_s"] > 0
     assert [one["temperature"] for one in found["train"]["evaluation"]] == [0.0, 1.0]
     for name in ("plain", "eagle3"):
         load = found[name]["T=1, 8 streams"]
