@@ -61,17 +61,9 @@ def case(bench: dict[str, Any], temperature: float, mode: str) -> dict[str, Any]
 
 
 def predicted(evaluation: dict[str, Any] | None, temperature: float) -> str:
-    tau = predicted_tau(evaluation, temperature)
-    return "-" if tau is None else with_interval(tau["value"], tau["low"], tau["high"])
-
-
-def predicted_tau(evaluation: dict[str, Any] | None, temperature: float) -> dict[str, float] | None:
-    found = (
-        []
-        if evaluation is None
-        else [e for e in evaluation["evaluation"] if e["temperature"] == temperature]
-    )
-    return found[0]["tau"] if found else None
+    found = [] if evaluation is None else evaluation["evaluation"]
+    taus = [one["tau"] for one in found if one["temperature"] == temperature]
+    return with_interval(**taus[0]) if taus else "-"
 
 
 def segments(shift: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -470,7 +470,9 @@ def test_the_package_keeps_its_budgets() -> None:
 
 
 def test_laboratory_documents_and_changelog_keep_their_budgets() -> None:
-    lines = sum(len(path.read_text().split("\n")) - 1 for path in sources("scripts"))
+    # Shell too; what ships as a model is data.
+    scripts = (path for path in (ROOT / "scripts").rglob("*") if path.suffix in ("", ".py", ".sh"))
+    lines = sum(path.read_text().count("\n") for path in scripts if path.is_file())
     words = sum(
         len(path.read_text().split()) for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
     )
