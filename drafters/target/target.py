@@ -64,6 +64,7 @@ class Target(CausalLM):
         max_length: int | None = None,
         trust_remote_code: bool = False,
     ):
+        revision = revision_of(model)  # of its parameters as they are loaded
         super().__init__(model, name, check_model, max_length=max_length)
         self.trust_remote_code = trust_remote_code
         model.requires_grad_(False)
@@ -71,7 +72,7 @@ class Target(CausalLM):
         # the target's distribution.
         model.generation_config = GenerationConfig()
         # The same weights under other rotary factors have another distribution.
-        self.revision = revision_of(model) + ("-long" if self.has_long_factors else "")
+        self.revision = revision + ("-long" if self.has_long_factors else "")
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @classmethod
