@@ -4,15 +4,20 @@ are worth a graph of their own."""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+
+from draftsmith.errors import first_line
 
 if TYPE_CHECKING:
     from draftsmith.kernels.attention.pool import PagedPool
 
+log = logging.getLogger(__name__)
+Key = TypeVar("Key", bound=Hashable)
 Output = TypeVar("Output")
 
 _WARM_UPS = 2  # runs before a capture: kernels are compiled and libraries take their workspace
@@ -130,6 +135,58 @@ class CountedCapturer:
             raise
         self.num_graphs += 1
         return captured
+
+
+class GraphShapes(Generic[Key, Output]):
+    """Graphs of the work `what`, each captured when its shape first occurs.
+
+    A shape whose capture finds no memory is left out and runs without a graph. Any other failure is
+    of the model, which looks at values on the host: nothing is captured after it, with one warning.
+    """
+
+    def __init__(self, capturer: Capturer, what: str):
+        self.capturer, self.what = capturer, what
+        self.broken = False
+        self._graphs: dict[Key, tuple[Graph, Output]] = {}
+        self._left_out: set[Key] = set()
+
+    def __contains__(self, shape: Key) -> bool:
+        """True where `shape` has a graph."""
+        return shape in self._graphs
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def find(
+        self, shape: Key, run: Callable[[], Output], before: Callable[[], object] | None = None
+    ) -> tuple[Graph, Output] | None:
+        """The graph of `run` for `shape` and the tensors that its replays write; None: it must run
+        without one. Capturing runs it, after `before`."""
+        if shape not in self._graphs and not self.broken and shape not in self._left_out:
+            self._capture(shape, run, before)
+        return self._graphs.get(shape)
+
+    def _capture(
+        self, shape: Key, run: Callable[[], Output], before: Callable[[], object] | None
+    ) -> None:
+        try:
+            if before is not None:
+                before()
+            self._graphs[shape] = self.capturer.capture(run)
+        except torch.OutOfMemoryError:
+            if not self._left_out:
+                log.warning(
+                    "no memory for a CUDA graph of %s, %s: such run without; serve with a smaller "
+                    "memory_gib or max_batch",
+                    self.what,
+                    shape,
+                )
+            self._left_out.add(shape)
+        except RuntimeError as error:
+            reason = first_line(error)
+            log.warning("%s cannot be captured as CUDA graphs (%s)", self.what, reason)
+            self.broken = True
 
 
 def row_buckets(max_batch: int) -> list[int]:

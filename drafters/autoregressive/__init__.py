@@ -4,7 +4,7 @@ Files in reading order:
 - `state`: states and protocols
 - `draft_sampler`: draws drafted tokens and keeps their distributions
 - `catch_up`: reads the committed tokens that the drafter has not read
-- `chain_buffers`: a chain's state at fixed addresses, and graphs by shape
+- `chain_buffers`: a chain's state at fixed addresses
 - `padded_round`: a decoding round in the shape of a graph, and graphs of it
 - `chain_graphs`: CUDA graphs of a chain
 - `chain`: a round of a chain, token by token

@@ -24,7 +24,6 @@ import torch
 from draftsmith.drafters.autoregressive.catch_up import Unread
 from draftsmith.drafters.autoregressive.chain_buffers import (
     ChainBuffers,
-    GraphShapes,
     bucket,
     for_graphs,
 )
@@ -40,7 +39,7 @@ from draftsmith.drafters.autoregressive.state import ChainState, HeadStep, Reads
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Graph, GraphRoom
+from draftsmith.kernels.cuda_graphs import Graph, GraphRoom, GraphShapes
 from draftsmith.kernels.sampling.filters import Passes
 
 
@@ -104,7 +103,9 @@ class ChainGraphs:
         assert buffers is not None
         # Without a row that may draft a step writes the null block alone.
         return self.steps.find(
-            (num_rows, passes), lambda: self._step(buffers, num_rows, passes), idle=buffers.left
+            (num_rows, passes),
+            lambda: self._step(buffers, num_rows, passes),
+            before=buffers.left.zero_,
         )
 
     def _step(self, buffers: ChainBuffers, num_rows: int, passes: Passes) -> DraftStep:

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from draftsmith.drafters.autoregressive.catch_up import Unread
-from draftsmith.drafters.autoregressive.chain_buffers import GraphShapes, bucket, for_graphs
+from draftsmith.drafters.autoregressive.chain_buffers import bucket, for_graphs
 from draftsmith.drafters.autoregressive.draft_sampler import (
     DepthPlan,
     DraftStep,
@@ -24,7 +24,7 @@ from draftsmith.drafters.autoregressive.draft_sampler import (
 )
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import GraphRoom, row_buckets
+from draftsmith.kernels.cuda_graphs import GraphRoom, GraphShapes, row_buckets
 from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 
 WIDTHS = (2, 4, 8, 16)  # tokens of a row that may be unread; prompts have more
@@ -167,7 +167,7 @@ class RoundGraphs(Generic[Output]):
             return self.run(PaddedRound.of(static, shape.num_rows, shape.passes), shape)
 
         # Without a row that has tokens to read it writes the null block alone.
-        found = self.shapes.find(shape, run, idle=static.numbers)
+        found = self.shapes.find(shape, run, before=static.numbers.zero_)
         if found is None:
             return None
         numbers = numbers_of(unread, plan, shape.num_rows)

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.autoregressive.chain_buffers import GraphShapes, bucket
+from draftsmith.drafters.autoregressive.chain_buffers import bucket
 from draftsmith.drafters.autoregressive.state import ReadsOwnDrafts
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import MAX_NODES, NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import GraphRoom, row_buckets
+from draftsmith.kernels.cuda_graphs import GraphRoom, GraphShapes, row_buckets
 
 
 class LevelInputs(NamedTuple):
