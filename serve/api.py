@@ -43,8 +43,8 @@ from draftsmith.serve.watch import watch_versions
 Prompts = str | list[str] | list[int] | list[list[int]]
 Conversation = Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams] | None
-# Options of `draftsmith serve` that mean nothing without its port and its processes.
-OF_SERVER = (*(one.name for one in fields(HttpOptions)), "tensor_parallel")
+# Options of `draftsmith serve` that mean nothing without its port.
+OF_SERVER = tuple(one.name for one in fields(HttpOptions))
 # Options that mean nothing beside a drafter that is loaded already.
 OF_SOURCE = ("draft_dtype", "draft_revision", "heterogeneous_vocab")
 

@@ -12,9 +12,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 import torch
 from fastapi import FastAPI
 
-from draftsmith.drafters.target.device import default_threads, device_of, weight_dtype
-from draftsmith.drafters.target.sharded import LEADER, Channel
-from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.target.device import default_threads
 from draftsmith.errors import UserError
 from draftsmith.lock import sigterm_ends
 from draftsmith.progress import set_up_logging
@@ -28,69 +26,22 @@ from draftsmith.serve.listen import HttpServer, create_app
 from draftsmith.serve.load import LoadedDraft, MakeSink, load_engine, load_served_target
 from draftsmith.serve.metrics.dashboard import EVERY_S, History, Source
 from draftsmith.serve.metrics.log_line import StatsLog
-from draftsmith.serve.parallel import LeadingTarget, follow, join
 from draftsmith.serve.warm_up import warm_up
 from draftsmith.serve.watch import watch_versions
 
 log = logging.getLogger(__name__)
 
 
-def run(config: ServeConfig, make_sink: MakeSink | None = None) -> int:
+def run(config: ServeConfig, make_sink: MakeSink) -> int:
     """`make_sink` is called when the config asks to learn; this package cannot store records."""
     set_up_logging(config.log_format)
     check(config)
-    if config.learn is not None and make_sink is None:
-        raise UserError(
-            "learn is given but nothing stores records here; start the server as `draftsmith serve`"
-        )
     torch.set_num_threads(config.threads or default_threads())
-    if config.tensor_parallel > 1:
-        return run_sharded(config, make_sink)
     listener = bind(config.host, config.port)
-    serve_target(config, load_served_target(config), listener, make_sink)
-    return 0
-
-
-def run_sharded(config: ServeConfig, make_sink: MakeSink | None) -> int:
-    """One of the processes that share the target: rank 0 serves, the others run its
-    passes with it."""
-    device = device_of(config.device)
-    place = join(config.tensor_parallel, str(device))
-    kind = LeadingTarget if place.rank == LEADER else Target
-    listener = bind(config.host, config.port) if place.rank == LEADER else None
-    target = kind.load(
-        config.target,
-        dtype=weight_dtype(
-            config.dtype,
-            device,
-            config.target,
-            use="plain",
-            trust_remote_code=config.trust_remote_code,
-        ),
-        device=place.device,
-        shards=place.size,
-        max_length=config.max_length,
-        trust_remote_code=config.trust_remote_code,
-    )
-    channel = Channel()
-    if listener is None:
-        follow(target, channel)
-        return 0
-    assert isinstance(target, LeadingTarget)
-    try:
-        serve_target(config, target.lead(channel), listener, make_sink)
-    finally:
-        target.stop()
-    return 0
-
-
-def serve_target(
-    config: ServeConfig, target: Target, listener: socket.socket, make_sink: MakeSink | None
-) -> None:
-    """Load the draft, build the engine, and serve both until the process is stopped."""
-    engine, draft, sink = load_engine(config, target, make_sink)
+    engine, draft, sink = load_engine(config, load_served_target(config), make_sink)
     warm_up(engine)
     serve(config, engine, listener, draft=draft, sink=sink)
+    return 0
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -315,11 +315,6 @@ class ServeConfig(
     threads: int | None = option(
         None, "CPU threads of torch; default: all cores but one", limits=Limits(1, 1024, "[]")
     )
-    tensor_parallel: int = option(
-        1,
-        "processes that share the target's weights, started by this command or by torchrun",
-        limits=AT_LEAST_1,
-    )
 
     def engine_config(self) -> EngineConfig:
         """Options of the engine alone."""

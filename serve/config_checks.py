@@ -23,7 +23,6 @@ ENGINE_CLASHES = (
 FIXED_IDS = "which trains a draft over the target's ids"
 REPEATED = "and a draft that learned from answers which a restart repeats would bias them"
 CLASHES = (
-    ("lora", "tensor_parallel", "whose layers are sharded: merge the adapter into the target"),
     ("ngram", "suffix", "and one of them drafts"),
     ("ngram", "draft", "and one of them drafts"),
     ("ngram", "versions", "and one of them drafts"),

@@ -268,7 +268,7 @@ LONGEST = (
     "unit/train/test_session.py", "integration/test_faults.py", "integration/test_distill.py",
     "integration/test_audit.py", "integration/test_target_change.py",
     "unit/train/check/test_doctor.py", "unit/train/export/test_proof.py",
-    "unit/serve/audit/test_audit_server.py", "integration/test_tensor_parallel.py",
+    "unit/serve/audit/test_audit_server.py",
     "integration/test_serve_command.py", "unit/train/test_on_policy_runs.py",
     "unit/train/objective/test_stored_teacher.py", "unit/kernels/test_compile.py",
     "integration/test_padded_vocabulary.py", "integration/test_learned_seeds.py",

@@ -77,8 +77,7 @@ def served_length(target: Target, config: EngineConfig) -> int:
 
 
 def block_bytes(target: Target, drafter: ServingDrafter | None, block_size: int) -> int:
-    """Bytes of one block in both pools, measured on pools of one block. Ranks that share a target
-    keep the pool made last, so this comes before the pools that serve."""
+    """Bytes of one block in both pools, measured on pools of one block."""
     own = None if drafter is None else drafter.new_pool(1, block_size, target.device, target.dtype)
     return target.new_pool(1, block_size).num_bytes + (0 if own is None else own.num_bytes)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 
 from draftsmith.drafters.compiled.captured import capture_forwards
@@ -40,7 +39,6 @@ from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.engine.verify import rule_name, rule_of
-from draftsmith.serve.rank_calls import Ranks
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.request import LIVE
 from draftsmith.serve.stats import EngineStats
@@ -72,9 +70,7 @@ def build_engine(
     check_recorded_taps(drafter, config)
     if reads_freely(target.device):
         keep_freed_memory()
-    # Captured forwards cannot hold a sharded target's collectives.
-    captures_forwards = config.compile == "auto" and not isinstance(target, Ranks)
-    if captures_forwards:
+    if config.compile == "auto":
         capture_forwards(target, drafter)
     plan = plan_blocks(target, drafter, config)
     stats = EngineStats(draft_versions={} if drafter is None else {LIVE: draft_version})
@@ -89,12 +85,11 @@ def build_engine(
     captures = config.compile == "auto" and pins(target.device)
     draft_graphs = CountedCapturer(CudaCapturer(target.device)) if captures else None
     room = GraphRoom(pool, config.max_batch, max_blocks, draft_graphs) if draft_graphs else None
-    capture = partial(capture_drafts, room=room)
     drafts = DraftSet(
         drafter,
         target,
         stats,
-        make_ready=partial(_make_ready, capture=capture, captures_forwards=captures_forwards),
+        make_ready=partial(_make_ready, config=config, room=room),
         requests=scheduler.requests,
     )
     proposer = Proposer(
@@ -105,7 +100,7 @@ def build_engine(
         least_confidence=config.least_confidence,
         fallback=fallback,
     )
-    capture(drafter)
+    capture_drafts(drafter, room)
     runner = _runner(target, config, plan, proposer, max_blocks=max_blocks, adapters=adapters)
     rule = rule_name(config, trees=tree is not None)
     recorder = RoundRecorder(sink, target, config, rule=rule, taps=proposer.taps)
@@ -177,7 +172,6 @@ def _runner(
             per_row=1 + most_drafted(proposer, config),
             taps=proposer.taps,
             has_trees=proposer.tree is not None,
-            ranks=target if isinstance(target, Ranks) else None,
         )
     return TargetRunner(target, pool, graphs, states, adapters)
 
@@ -189,16 +183,11 @@ def most_drafted(proposer: Proposer, config: EngineConfig) -> int:
     return config.k if proposer.tree is None else proposer.tree.nodes
 
 
-def _make_ready(
-    further: ServingDrafter,
-    *,
-    capture: Callable[[ServingDrafter], None],
-    captures_forwards: bool,
-) -> None:
+def _make_ready(further: ServingDrafter, *, config: EngineConfig, room: GraphRoom | None) -> None:
     """Prepare a further draft for serving as the first one was."""
-    if captures_forwards and isinstance(further, ForwardCapturable):
+    if config.compile == "auto" and isinstance(further, ForwardCapturable):
         further.capture_forward()
-    capture(further)
+    capture_drafts(further, room)
 
 
 def check_recorded_taps(drafter: ServingDrafter | None, config: EngineConfig) -> None:

@@ -12,9 +12,6 @@ everything it reads stays at its address: weights, pools, inputs and outputs.
 
 from __future__ import annotations
 
-import enum
-import logging
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -22,16 +19,12 @@ import torch
 from draftsmith.drafters.interface import Capturable, ServingDrafter
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.trees.nodes import NodeLayout
-from draftsmith.errors import first_line
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Capturer, Graph, GraphRoom, Shape, Shapes
+from draftsmith.kernels.cuda_graphs import Capturer, Graph, GraphRoom, GraphShapes, Shape, Shapes
 from draftsmith.kernels.dispatch import Upload, sent
 from draftsmith.serve.control.control import MAX_AUTO_K
-from draftsmith.serve.rank_calls import Call, NewGraphs, Pass, Prepare, Ranks
-
-log = logging.getLogger(__name__)
 
 MOST_TOKENS = 512  # of a graph
 MOST_LOGITS = 1 << 26  # of the buffer, which has a row for each token of a graph: 256 MiB
@@ -45,7 +38,6 @@ class PassInputs(NamedTuple):
     lengths: list[int]  # [B]
     logit_rows: list[int]  # [R] indices into T
     tables: torch.Tensor  # [B, blocks] int64 on the device
-    tree: TreeLayout | None  # of trees that are laid out already
     drafted: DraftedIds | None = None
     # [n] of the flattened drafted tokens, [n] indices into T that they go to
     moves: tuple[list[int], ...] = ()
@@ -63,7 +55,7 @@ class PassInputs(NamedTuple):
 
     @property
     def has_trees(self) -> bool:
-        return self.tree is not None or (self.drafted is not None and self.drafted.has_trees)
+        return self.drafted is not None and self.drafted.nodes is not None
 
     @property
     def decides_all(self) -> bool:
@@ -78,14 +70,6 @@ class DraftedIds(NamedTuple):
 
     tokens: torch.Tensor  # [B, K] int64
     nodes: NodeLayout | None  # where they are trees
-
-    @property
-    def has_trees(self) -> bool:
-        return self.nodes is not None
-
-    def on_host(self) -> DraftedIds:
-        nodes = None if self.nodes is None else NodeLayout(*(part.cpu() for part in self.nodes))
-        return self._replace(tokens=self.tokens.cpu(), nodes=nodes)
 
     def write(
         self,
@@ -144,13 +128,13 @@ class StaticInputs:
     def clear(self, shape: Shape) -> None:
         """Padding alone."""
         none = torch.zeros(0, 0, dtype=torch.int64, device=self._tables.device)
-        self.fill(shape, PassInputs([], [], [], [], none, None))
+        self.fill(shape, PassInputs([], [], [], [], none))
 
     def fill(self, shape: Shape, inputs: PassInputs) -> None:
         columns = inputs.static or static_columns(shape, inputs)
         numbers, *moves = inputs.sent(self._flat.device, *columns)
         self._flat[: len(numbers)].copy_(numbers)
-        views, tree = self.of(shape), inputs.tree
+        views, tree = self.of(shape), None
         if inputs.drafted is not None:
             count = len(inputs.ids)
             tree = inputs.drafted.write(views.ids[:count], views.positions[:count], *moves)
@@ -212,15 +196,7 @@ def _rows_like(values: torch.Tensor, count: int) -> torch.Tensor:
     return values.new_zeros(count, values.shape[1])
 
 
-class GraphOutcome(enum.IntEnum):
-    """Outcome of a capture; of several ranks the least counts."""
-
-    IMPOSSIBLE = 0
-    NO_MEMORY = 1
-    CAPTURED = 2
-
-
-class PassGraphs:
+class PassGraphs(GraphShapes[Shape, None]):
     """`run` gives a pass's output from a graph, or None where the pass is better run as it is.
 
     The output is only good until the next pass, but for taps, which requests keep.
@@ -229,7 +205,6 @@ class PassGraphs:
         per_row: most tokens of a row that drafts.
         taps: that passes may ask for; all of them are always there.
         has_trees: whether rows may be trees.
-        ranks: that share the target: each captures and replays the same; None: there is one.
     """
 
     def __init__(
@@ -240,13 +215,12 @@ class PassGraphs:
         max_batch: int,
         max_blocks: int,
         capturer: Capturer,
-        per_row: int = 1,
-        taps: tuple[int, ...] = (),
-        has_trees: bool = False,
-        ranks: Ranks | None = None,
+        per_row: int,
+        taps: tuple[int, ...],
+        has_trees: bool,
     ):
-        self._ranks = ranks
-        self.target, self.pool, self.capturer, self.taps = target, pool, capturer, taps
+        super().__init__(capturer, "the target's passes")
+        self.target, self.pool, self.taps = target, pool, taps
         self.shapes = Shapes(
             max_batch=max_batch,
             per_row=per_row,
@@ -254,29 +228,20 @@ class PassGraphs:
                 MOST_TOKENS, MOST_LOGITS // target.vocab_size, longest_round(max_batch, per_row)
             ),
         )
-        self.broken = False  # passes cannot be captured
-        self._has_trees = has_trees
         self._inputs = StaticInputs(self.shapes, max_blocks, target.device, has_trees=has_trees)
+        self._has_trees = has_trees
         self._outputs: StaticOutputs | None = None
-        self._graphs: dict[Shape, Graph] = {}
-        self._left_out: set[Shape] = set()  # for lack of memory
-        with self._together(NewGraphs(max_batch, max_blocks, per_row, has_trees, taps)):
-            pass
-
-    @property
-    def num_graphs(self) -> int:
-        return len(self._graphs)
 
     @torch.inference_mode()
     def run(self, inputs: PassInputs, taps: tuple[int, ...]) -> TargetOutput | None:
-        if not inputs.decides_all or not self._knows(inputs, taps):
+        shape = self._shape_of(inputs)
+        if shape is None or tuple(taps) not in ((), self.taps):
             return None
-        shape = self.shapes.of(len(inputs.lengths), len(inputs.ids))
-        if shape is None or not (shape in self._graphs or self.prepare(shape)):
+        if (inputs.has_trees and not self._has_trees) or (found := self.prepare(shape)) is None:
             return None
-        with self._together(_message(inputs) if self._ranks else None):
-            self._inputs.fill(shape, inputs)
-            self._graphs[shape].replay()
+        self._inputs.fill(shape, inputs)
+        graph, _ = found
+        graph.replay()
         outputs, count = self._outputs, len(inputs.ids)
         assert outputs is not None
         kept = outputs.taps[:count].clone() if taps and outputs.taps is not None else None
@@ -284,90 +249,34 @@ class PassGraphs:
 
     def columns(self, inputs: PassInputs) -> tuple[list[int], ...] | None:
         """Columns of the host that `run` would read; None where there is no graph."""
-        shape = None
-        if inputs.decides_all:
-            shape = self.shapes.of(len(inputs.lengths), len(inputs.ids))
-        return static_columns(shape, inputs) if shape in self._graphs else None
+        shape = self._shape_of(inputs)
+        return None if shape is None or shape not in self else static_columns(shape, inputs)
 
-    def _knows(self, inputs: PassInputs, taps: tuple[int, ...]) -> bool:
-        return tuple(taps) in ((), self.taps) and (self._has_trees or not inputs.has_trees)
+    def _shape_of(self, inputs: PassInputs) -> Shape | None:
+        if not inputs.decides_all:
+            return None
+        return self.shapes.of(len(inputs.lengths), len(inputs.ids))
 
     @torch.inference_mode()
-    def prepare(self, shape: Shape) -> bool:
-        """Capture the shape; True where it has a graph now. What that reads and writes is
+    def prepare(self, shape: Shape) -> tuple[Graph, None] | None:
+        """The graph of a shape, captured where there is none yet. What that reads and writes is
         padding."""
-        if shape in self._graphs:
-            return True
-        if self.broken or shape in self._left_out:
-            return False
-        with self._together(Prepare(*shape)):
-            outcome = self._attempt(shape)
-            if self._ranks is not None:
-                outcome = GraphOutcome(self._ranks.least(outcome))
-        if outcome is not GraphOutcome.CAPTURED:
-            self._graphs.pop(shape, None)
-        if outcome is GraphOutcome.NO_MEMORY:
-            self._left_out.add(shape)
-        self.broken = outcome is GraphOutcome.IMPOSSIBLE
-        return shape in self._graphs
+        return self.find(shape, lambda: self._pass(shape), lambda: self._clear(shape))
 
-    def _attempt(self, shape: Shape) -> GraphOutcome:
-        try:
-            self._capture(shape)
-        except torch.OutOfMemoryError:
-            if not self._left_out:
-                log.warning(
-                    "no memory for a CUDA graph of %d tokens: such passes run without; serve with "
-                    "a smaller memory_gib or max_batch",
-                    shape.num_tokens,
-                )
-            return GraphOutcome.NO_MEMORY
-        except RuntimeError as error:
-            # A model that looks at values on the host cannot be captured; it is served without
-            # graphs.
-            log.warning(
-                "the target's passes cannot be captured as CUDA graphs (%s)",
-                first_line(error),
-            )
-            return GraphOutcome.IMPOSSIBLE
-        return GraphOutcome.CAPTURED
-
-    def _together(self, call: Call | None) -> AbstractContextManager[None]:
-        if self._ranks is None or call is None:
-            return nullcontext()
-        return self._ranks.together(call)
-
-    def _capture(self, shape: Shape) -> None:
+    def _clear(self, shape: Shape) -> None:
         self._inputs.clear(shape)
-        views = self._inputs.of(shape)
         if self._outputs is None:
-            self._outputs = StaticOutputs(self.shapes.most_tokens, self._forward(views))
-        outputs = self._outputs
-        self._graphs[shape], _ = self.capturer.capture(lambda: outputs.take(self._forward(views)))
+            self._outputs = StaticOutputs(self.shapes.most_tokens, self._forward(shape))
 
-    def _forward(self, views: Views) -> TargetOutput:
-        context = PagedPass(
-            self.pool, views.tables, views.positions, views.lengths, tree=views.tree
-        )
-        rows = torch.arange(len(views.ids), device=views.ids.device)
-        # Not rank 0's own, which would send the others a pass that they make by themselves.
-        return Target.forward(
-            self.target, views.ids[None], views.positions[None], context, rows, self.taps
-        )
+    def _pass(self, shape: Shape) -> None:
+        assert self._outputs is not None
+        self._outputs.take(self._forward(shape))
 
-
-def _message(inputs: PassInputs) -> Pass:
-    """The pass as it is sent to other ranks."""
-    ids, positions, lengths = (
-        torch.tensor(numbers) for numbers in (inputs.ids, inputs.positions, inputs.lengths)
-    )
-    tree = inputs.tree
-    if (drafted := inputs.drafted) is not None:
-        tree = drafted.on_host().write(ids, positions, *map(torch.tensor, inputs.moves))
-    tree = None if tree is None else TreeLayout(*(part.cpu() for part in tree))
-    none = lengths[:0]
-    tables = inputs.tables.cpu()
-    return Pass(ids[None], positions[None], tables, lengths, tree, none, (), by_graph=True)
+    def _forward(self, shape: Shape) -> TargetOutput:
+        ids, positions, lengths, tables, tree = self._inputs.of(shape)
+        context = PagedPass(self.pool, tables, positions, lengths, tree=tree)
+        rows = torch.arange(len(ids), device=ids.device)
+        return self.target.forward(ids[None], positions[None], context, rows, self.taps)
 
 
 def capture_drafts(drafter: ServingDrafter | None, room: GraphRoom | None) -> None:

@@ -24,7 +24,7 @@ from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.trees.nodes import NodeLayout
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.dispatch import Upload, sent
 from draftsmith.serve.engine.graphs import DraftedIds, PassGraphs, PassInputs
@@ -161,7 +161,7 @@ class TargetRunner:
             moves = moves_of(rows, sizes, packed.begins, width)
         elif packed.awaited:
             moves = (list(range(len(rows))), packed.awaited)
-        inputs = PassInputs(*packed[:3], packed.head_rows, tables, None, moves=moves)
+        inputs = PassInputs(*packed[:3], packed.head_rows, tables, moves=moves)
         if self.graphs is not None:
             inputs = inputs._replace(static=self.graphs.columns(inputs))
         return PlannedPass(rows, sizes, width, packed, inputs)
@@ -223,25 +223,15 @@ class TargetRunner:
     def _forward(
         self, inputs: PassInputs, taps: Sequence[int], split: Split | None
     ) -> TargetOutput:
-        (ids, positions, lengths, logit_rows), tree = pass_tensors(inputs, self.device)
+        ids, positions, lengths, logit_rows, *moves = inputs.sent(self.device, *inputs.columns)
+        drafted = inputs.drafted
+        tree = None if drafted is None else drafted.write(ids, positions, *moves)
         context: AttentionContext = PagedPass(
             self.pool, inputs.tables, positions, lengths, tree=tree
         )
         if split is not None:
             context = StatePass(context, split)
         return self.target.forward(ids[None], positions[None], context, logit_rows, taps)
-
-
-def pass_tensors(
-    inputs: PassInputs, device: torch.device
-) -> tuple[Sequence[torch.Tensor], TreeLayout | None]:
-    """(ids [T], positions [T], lengths [B] and rows of logits [R] of a pass on its device, the
-    layout of its trees)."""
-    ids, positions, lengths, logit_rows, *moves = inputs.sent(device, *inputs.columns)
-    tree = inputs.tree
-    if inputs.drafted is not None:
-        tree = inputs.drafted.write(ids, positions, *moves)
-    return [ids, positions, lengths, logit_rows], tree
 
 
 def moves_of(

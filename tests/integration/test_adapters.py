@@ -210,8 +210,6 @@ def test_an_adapter_of_a_table_changes_that_table_alone(options, tied, tiny_targ
 def test_options_are_refused_in_one_sentence(adapted):
     with pytest.raises(UserError, match="the target's own name"):
         check(ServeConfig(target="t", name="a", lora=("a=b",)))
-    with pytest.raises(UserError, match="lora a=b is given with tensor_parallel 2"):
-        check(ServeConfig(target="t", lora=("a=b",), tensor_parallel=2))
     target, adapters = adapted
     with pytest.raises(UserError, match="adapter 'absent' is not served here"):
         build_engine(target, None, CONFIG, adapters=adapters).submit(

@@ -161,7 +161,6 @@ def test_an_engine_and_its_answers_can_be_read(engine: Engine) -> None:
         ({"tree": "dynamic"}, "tree dynamic is given without draft or versions"),
         ({"ngram": True, "suffix": True}, "ngram is given with suffix"),
         ({"port": 8001}, "option 'port' is of the server alone; leave it out"),
-        ({"tensor_parallel": 2}, "'tensor_parallel' is of the server alone"),
         ({"draft_dtype": "float32"}, "draft_dtype is given without a draft"),
         ({"draft": Ngram(), "draft_revision": "v2"}, "and the ngram drafter given is loaded"),
     ],

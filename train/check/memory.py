@@ -168,7 +168,7 @@ def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int)
     mend = (
         "serve fewer or shorter sequences at once"
         if served.weights < available_bytes(target.device)
-        else "serve with --tensor-parallel N, whose processes hold it between them"
+        else "serve it with vLLM, over several devices, or use a smaller target"
     )
     return compare("memory.serving", what, needed, target.device, mend)
 

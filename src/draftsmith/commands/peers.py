@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from draftsmith.errors import UserError
+
 # Peers' name -> ours. An option of ours that has the name itself comes first.
 NAMES = {
     "model": "target",
@@ -22,7 +24,6 @@ NAMES = {
     "max-concurrency": "concurrency",
     "enable-prefix-caching": "prefix_cache=true",
     "no-enable-prefix-caching": "no_prefix_cache",
-    "tensor-parallel-size": "tensor_parallel",
     "num-prompts": "count",
     "num-samples": "count",
     "output-dir": "out",
@@ -70,6 +71,11 @@ def in_our_names(
     while words:
         word = words.pop(0)
         name, is_joined, value = word.partition("=")
+        if name.replace("_", "-").startswith("--tensor-parallel"):
+            raise UserError(
+                f"{name} is given and draftsmith serves on one device; serve a target that needs "
+                "several with vLLM, for which `draftsmith export --to vllm` writes the draft"
+            )
         is_flag = name.startswith("--") and name not in flags
         if is_flag and f"--no-{name[2:]}" in flags:
             # On by default, so that help names the flag that switches it off.

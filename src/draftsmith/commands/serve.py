@@ -13,14 +13,6 @@ if TYPE_CHECKING:
 
 
 def run(config: ServeConfig) -> int:
-    from draftsmith.serve.config_checks import check
-    from draftsmith.serve.launch import launch, must_launch
-
-    if must_launch(config):
-        # Its processes load the server, this one does not.
-        check(config)
-        return launch(config)
-
     from draftsmith.serve.command import run as serve
 
     return serve(config, make_sink)

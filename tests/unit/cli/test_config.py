@@ -285,7 +285,7 @@ def test_limits_that_machines_have_are_named() -> None:
     [
         ("serve", "--model T --max-model-len 64 --served-model-name n",
          "--target T --max-length 64 --name n"),
-        ("serve", "--max_num_seqs=4 --tensor-parallel-size 2", "--max-batch=4 --tensor-parallel 2"),
+        ("serve", "--max_num_seqs=4", "--max-batch=4"),
         ("train", "mtp --lr 1e-4 --num-train-epochs=2 --output-dir O",
          "mtp optim.lr=1e-4 --epochs=2 --out O"),
         ("train", "mtp --learning-rate=1e-4 --ttt-steps 3", "mtp optim.lr=1e-4 unroll.steps=3"),
@@ -321,6 +321,12 @@ def test_other_spellings_of_our_own_are_taken(
     parser = parser_for(command, load(COMMANDS[command].config))
     assert parse(parser, words.split()) == parse(parser, ours.split())
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size=2", "--tensor_parallel_size"])
+def test_several_devices_are_vllms(flag: str) -> None:
+    with pytest.raises(UserError, match=f"^{flag.partition('=')[0]} is given .* with vLLM, for"):
+        parse(parser_for("serve", load(COMMANDS["serve"].config)), ["--target", "t", flag, "2"])
 
 
 def test_a_peers_name_in_a_section_of_ours_is_taken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from draftsmith.cli import main
-from draftsmith.commands import serve as serve_command
 from draftsmith.commands.table import COMMANDS, load
 from draftsmith.drafters.checkpoint import save
 from draftsmith.drafters.config import TRUST_HELP
@@ -26,13 +24,11 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_record
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.serve import launch
 from draftsmith.serve.api import Engine
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.reference import TargetDistributions
 from draftsmith.serve.bench.command import server_arguments
 from draftsmith.serve.bench.config import BenchConfig
-from draftsmith.serve.config import ServeConfig
 
 FLAG = "--trust-remote-code"
 STOP = 'raise ValueError("the code of the folder ran")'
@@ -137,22 +133,6 @@ def test_the_audit_of_a_server_with_a_target_of_ones_own(own_code):
     with pytest.raises(UserError, match="the code of the folder ran"):
         TargetDistributions(AuditConfig(url="x", target=str(folder), trust_remote_code=True))
     assert own_code.has_run and not own_code.was_asked
-
-
-def test_processes_that_share_a_target_are_started_with_it(monkeypatch):
-    started: list[dict[str, object]] = []
-
-    def elastic_launch(settings: object, program: str) -> Callable[..., None]:
-        return lambda *arguments: started.append(yaml.safe_load(Path(arguments[-1]).read_text()))
-
-    monkeypatch.setattr(launch, "elastic_launch", elastic_launch)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    # The process that starts them loads no server.
-    monkeypatch.setitem(sys.modules, "draftsmith.serve.command", None)
-    for trust in (False, True):
-        config = ServeConfig(target="x", tensor_parallel=2, trust_remote_code=trust)
-        assert serve_command.run(config) == 0
-    assert [recipe["trust_remote_code"] for recipe in started] == [False, True]
 
 
 @pytest.mark.long

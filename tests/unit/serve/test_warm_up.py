@@ -50,6 +50,7 @@ def make_engine(target: Target, *, captured: bool = True, **options: Any) -> Eng
             capturer=StandInCapturer(),
             per_row=1 + most_drafted(engine.proposer, config),
             taps=engine.proposer.taps,
+            has_trees=False,
         )
     return engine
 

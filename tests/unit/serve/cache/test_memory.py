@@ -8,7 +8,6 @@ import torch
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.serve.cache import memory
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -47,21 +46,3 @@ def test_taps_of_a_full_batch_take_what_the_cached_ones_may(target: Target) -> N
             assert 0.8 * pools < 8 * batch * most * tap_bytes <= pools
         else:
             assert most == (memory.MOST_UNREAD if gib > 1 else memory.FEWEST_UNREAD)
-
-
-def test_the_pool_that_serves_is_the_targets_last(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other ranks of a sharded target read and write the pool that was made last."""
-    made: list[PagedPool] = []
-    new_pool = target.new_pool
-
-    def noted(num_blocks: int, block_size: int) -> PagedPool:
-        made.append(new_pool(num_blocks, block_size))
-        return made[-1]
-
-    monkeypatch.setattr(target, "new_pool", noted)
-    head = Eagle3.create(Eagle3Options(), target, seed=1).eval()
-    for num_blocks in (None, 40):
-        engine = build_engine(target, head, EngineConfig(num_blocks=num_blocks, compile="off"))
-        assert made[-1] is engine.runner.pool

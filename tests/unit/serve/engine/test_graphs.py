@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 from draftsmith.drafters.target.target import Target, TargetOutput
-from draftsmith.drafters.trees.nodes import NodeLayout
+from draftsmith.drafters.trees.nodes import NodeLayout, TreeSpan, tree_pass
 from draftsmith.kernels import dispatch
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import CudaCapturer, Shape, Shapes
 from draftsmith.kernels.verify.verdict import DraftTree
@@ -23,13 +22,10 @@ from draftsmith.serve.engine.graphs import (
     MOST_LOGITS,
     MOST_TOKENS,
     DraftedIds,
-    GraphOutcome,
     PassGraphs,
     PassInputs,
     longest_round,
 )
-from draftsmith.serve.parallel import inputs_of
-from draftsmith.serve.rank_calls import NewGraphs
 
 BLOCK, MAX_BLOCKS, MAX_BATCH, PER_ROW, TAPS = 4, 8, 5, 6, (0, 3)
 
@@ -88,38 +84,42 @@ def round_of(
         for position in range(begin, begin + length)
     ]
     wanted = list(range(len(ids)))
-    return PassInputs(ids, positions, lengths, wanted, tables_of(len(lengths), device), None)
+    return PassInputs(ids, positions, lengths, wanted, tables_of(len(lengths), device))
 
 
 def with_tree(inputs: PassInputs) -> PassInputs:
-    """The first row's tokens after its first become siblings under it; the other rows
-    stay chains."""
-    device, count, root = inputs.tables.device, inputs.lengths[0], inputs.positions[0]
-    positions = [root] + [root + 1] * (count - 1) + inputs.positions[count:]
-    ancestors = [-1] + [1 | 1 << node for node in range(1, count)] + [-1] * (len(positions) - count)
-    columns = (inputs.positions, ancestors, [root] * len(positions))
-    return inputs._replace(
-        positions=positions,
-        tree=TreeLayout(*(torch.tensor(column, device=device) for column in columns)),
-    )
+    """The first row's tokens after its first become siblings under it, whose ids are on the device
+    alone; the other rows stay chains."""
+    device, size, num_rows = inputs.tables.device, inputs.lengths[0] - 1, len(inputs.lengths)
+    held = torch.tensor([size] + [0] * (num_rows - 1), device=device)
+    tokens = torch.zeros(num_rows, max(size, 1), dtype=torch.int64, device=device)
+    tokens[0, :size] = torch.tensor(inputs.ids[1 : 1 + size], device=device)
+    nodes = NodeLayout.of(DraftTree(tokens, torch.full_like(tokens, -1), held))
+    ids = [inputs.ids[0], *[0] * size, *inputs.ids[1 + size :]]
+    moves = (list(range(size)), list(range(1, 1 + size)))
+    return inputs._replace(ids=ids, drafted=DraftedIds(tokens, nodes), moves=moves)
 
 
 def eager(
     target: Target, pool: PagedPool, inputs: PassInputs, taps: tuple[int, ...]
 ) -> TargetOutput:
-    device = target.device
-    positions = torch.tensor(inputs.positions, device=device)
-    context = PagedPass(
-        pool,
-        inputs.tables,
-        positions,
-        torch.tensor(inputs.lengths, device=device),
-        tree=inputs.tree,
+    """Without a graph, trees laid out on the host."""
+    device, ids, begins = target.device, list(inputs.ids), inputs.positions
+    positions, tree = begins, None
+    if inputs.drafted is not None:
+        size = inputs.lengths[0] - 1
+        ids[1 : 1 + size] = inputs.drafted.tokens[0, :size].tolist()
+        spans, at = [TreeSpan(begins[0], 1, [-1] * size)], 1 + size
+        for length in inputs.lengths[1:]:
+            spans.append(TreeSpan(begins[at], length, []))
+            at += length
+        positions, tree = tree_pass(spans, device)
+    lengths, wanted = (
+        torch.tensor(numbers, device=device) for numbers in (inputs.lengths, inputs.logit_rows)
     )
-    wanted = torch.tensor(inputs.logit_rows, device=device)
-    return target.forward(
-        torch.tensor([inputs.ids], device=device), positions[None], context, wanted, taps
-    )
+    at = torch.tensor(positions, device=device)
+    context = PagedPass(pool, inputs.tables, at, lengths, tree=tree)
+    return target.forward(torch.tensor([ids], device=device), at[None], context, wanted, taps)
 
 
 ROUNDS = [
@@ -338,60 +338,23 @@ def test_a_lack_of_memory_leaves_the_shape_out(target, caplog):
     assert len(attempts) == len(graphs.shapes)  # a shape is tried once
 
 
-class Ranks:
-    """Two ranks, of which this one tells and the other's outcomes are given."""
-
-    def __init__(self, others: list[int]):
-        self.others, self.told = others, []
-
-    def together(self, call: object) -> nullcontext:
-        self.told.append(call)
-        return nullcontext()
-
-    def least(self, value: int) -> int:
-        return min(value, self.others.pop(0))
-
-
-def test_every_rank_is_told_of_graphs_captures_and_replays(target):
-    """Each captures and replays for itself, and none is told of the passes within."""
-    ranks = Ranks([GraphOutcome.CAPTURED])
-    graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
-    inputs = round_of([2, 1], [3, 4], 0)
-    assert graphs.run(inputs, TAPS) is not None
-    made, prepared, passed = ranks.told
-    assert made == NewGraphs(MAX_BATCH, MAX_BLOCKS, PER_ROW, True, TAPS)
-    assert Shape(*prepared) == graphs.shapes.of(2, 3)
-    assert passed.by_graph and inputs_of(passed)[:4] == inputs[:4]
-    assert torch.equal(passed.block_tables, inputs.tables)
-
-
-def test_drafted_tokens_reach_every_rank(target):
-    ranks = Ranks([GraphOutcome.CAPTURED])
-    graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
-    inputs = round_of([3, 2], [3, 4], 0)
+def test_drafted_tokens_are_written_into_a_pass(target):
+    graphs, plain = make_graphs(target, FakeCapturer()), round_of([3, 2], [3, 4], 0)
     drafted, moves = DraftedIds(torch.tensor([[71, 72], [73, 0]]), None), ([0, 1, 2], [1, 2, 4])
-    graphs.run(inputs._replace(drafted=drafted, moves=moves), ())
-    first, second = inputs.ids[0], inputs.ids[3]
-    assert inputs_of(ranks.told[-1]).ids == [first, 71, 72, second, 73]
+    expected = eager(
+        target, graphs.pool, plain._replace(ids=[plain.ids[0], 71, 72, plain.ids[3], 73]), ()
+    )
+    found = graphs.run(plain._replace(drafted=drafted, moves=moves), ())
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
 
 
 def test_trees_are_laid_out_on_the_device(target):
-    """By a graph, without one, and as they reach every rank."""
-    ranks = Ranks([GraphOutcome.CAPTURED])
-    graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
-    plain = round_of([3, 2], [3, 4], 0)
-    given = with_tree(plain)
-    tokens = torch.tensor([plain.ids[1:3], [0, 0]])
-    tree = DraftTree(tokens, torch.tensor([[-1, -1], [-2, -2]]), torch.tensor([2, 0]))
-    drafted, ids = DraftedIds(tokens, NodeLayout.of(tree)), [plain.ids[0], 0, 0, *plain.ids[3:]]
-    given_ids = plain._replace(ids=ids, drafted=drafted, moves=([0, 1], [1, 2]))
-    expected = graphs.run(given, ()).logits.clone()
-    assert not torch.equal(graphs.run(plain, ()).logits, expected)
-    assert torch.equal(graphs.run(given_ids, ()).logits, expected)
-    told = inputs_of(ranks.told[-1])
-    assert told[:2] == given[:2]
-    assert torch.equal(told.tree.kv_indices, given.tree.kv_indices)
-    assert torch.equal(told.tree.ancestors, given.tree.ancestors)
+    graphs, plain = make_graphs(target, FakeCapturer()), round_of([3, 2], [3, 4], 0)
+    chains = graphs.run(plain, ()).logits.clone()
+    expected = eager(target, graphs.pool, with_tree(plain), ()).logits
+    found = graphs.run(with_tree(plain), ()).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(found, chains, atol=1e-4, rtol=1e-4)
 
 
 def test_a_pass_reads_what_is_on_the_device_already(target, monkeypatch):
@@ -411,11 +374,15 @@ def test_a_pass_reads_what_is_on_the_device_already(target, monkeypatch):
     assert torch.equal(found, expected)
 
 
-def test_what_one_rank_cannot_capture_none_replays(target):
-    ranks = Ranks([GraphOutcome.NO_MEMORY, GraphOutcome.CAPTURED, GraphOutcome.IMPOSSIBLE])
-    graphs = make_graphs(target, FakeCapturer(), ranks=ranks)
-    one, two, three = (round_of([1] * rows, [0] * rows, 0) for rows in (1, 2, 3))
-    assert graphs.run(one, ()) is None and not graphs.broken
-    assert graphs.run(two, ()) is not None
-    assert graphs.run(three, ()) is None and graphs.broken
-    assert graphs.num_graphs == 1
+def test_graphs_outlive_a_later_one_that_cannot_be_captured(target):
+    class Once(FakeCapturer):
+        def capture(self, run):
+            if self.captures:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().capture(run)
+
+    graphs = make_graphs(target, Once())
+    for lengths in ([1], [1, 1], [1]):
+        found = graphs.run(round_of(lengths, [0] * len(lengths), 0), ())
+        assert (found is None) == (len(lengths) == 2)
+    assert graphs.broken and graphs.num_graphs == 1
