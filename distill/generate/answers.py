@@ -8,6 +8,7 @@ rename.
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from draftsmith import files
 from draftsmith.distill.config import GenerateOptions
-from draftsmith.drafters.target.sharded import LEADER, PATIENCE, Gone, leave_group, meeting, started
+from draftsmith.drafters.target.sharded import leave_group
 from draftsmith.errors import UserError
 
 SCHEMA_VERSION = 1
@@ -200,17 +201,19 @@ def _indices(path: Path) -> list[int]:
 
 
 Made = TypeVar("Made")
+# One process may have many answers more to make than another, which waits for it.
+PATIENCE = datetime.timedelta(days=3650)
 
 
 class Processes:
     """This process among `count`; process `rank` writes the shards rank, rank + count, ..."""
 
-    def __init__(self, rank: int = LEADER, count: int = 1):
+    def __init__(self, rank: int = 0, count: int = 1):
         self.rank, self.count = rank, count
 
     @property
     def leads(self) -> bool:
-        return self.rank == LEADER
+        return self.rank == 0
 
     def shards(self, folder: AnswerFolder) -> range:
         return range(self.rank, folder.num_shards, self.count)
@@ -220,12 +223,13 @@ class Processes:
         if self.count == 1:
             return
         try:
-            with meeting():
-                dist.barrier()
-        except Gone as error:
+            dist.barrier()
+        except RuntimeError as error:
+            reason = str(error).split(". ")[0]  # advice of the library follows
             raise UserError(
-                f"process {self.rank} of {self.count} ends because another one has ({error}); what "
-                "was answered is kept, so start the command again once its message is dealt with"
+                f"process {self.rank} of {self.count} ends because another one has ({reason}); "
+                "what was answered is kept, so start the command again once its message is dealt "
+                "with"
             ) from error
 
     def leader_first(self, make: Callable[[], Made]) -> Made:
@@ -238,6 +242,11 @@ class Processes:
             self.wait()
         self.wait()
         return made
+
+
+def started() -> int:
+    """Number of processes that a launcher started together, this one included."""
+    return int(os.environ.get("WORLD_SIZE") or "1")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ Files in reading order:
 - `target`: the target
 - `adapters`: LoRA adapters of it, applied token by token, so that requests of several share a pass
 - `offload`: layers that are read for every pass
-- `sharded`: weights spread over processes, and the processes of one launcher
+- `sharded`: weights spread over the processes of one launcher
 - `device`: device and dtype of every command
 
 Other chapters import `target`, `causal_lm`, `load`, `quantised`, `taps`, `attention`,
