@@ -104,7 +104,7 @@ class CausalLM:
         self._captured: CapturedLm | None = None
         self.state_layers = StateLayers()
         self._probe = check(self)
-        self._table = _whole_table(model)
+        self._table: torch.Tensor | None = None  # of a quantised head
 
     def replay(self, forwards: CapturedLm | None) -> None:
         """Runs `paged` and `head` from captured `forwards` (`compiled.captured.capture_lm`): the
@@ -160,8 +160,8 @@ class CausalLM:
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """[V, H], what the head multiplies its states by, whole. Of a quantised head its numbers,
-        made when they are first asked for."""
+        """[V, H], what the head multiplies its states by. Of a quantised head its numbers, made
+        when they are first asked for."""
         head = self.model.get_output_embeddings()
         if self._table is None and not has_numbers(getattr(head, "weight", None)):
             like = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -347,14 +347,6 @@ def _head_alone(model: PreTrainedModel, body_name: str) -> PreTrainedModel:
     return head
 
 
-def _whole_table(model: PreTrainedModel) -> torch.Tensor | None:
-    """The table of a sharded model's head, put together from its processes, which all come by
-    here."""
-    weight = getattr(model.get_output_embeddings(), "weight", None)
-    return whole(weight) if isinstance(weight, DTensor) else None
-
-
 def whole(weight: torch.Tensor) -> torch.Tensor:
-    """A weight that transformers has sharded over processes, put together again on each; any other
-    as it is."""
+    """A weight that is spread over processes, put together again on each; any other as it is."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,7 +36,6 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
 )
-from transformers.distributed import DistributedConfig
 
 from draftsmith.drafters.layouts.folder import register_mimo
 from draftsmith.drafters.layouts.gguf import model_folder
@@ -65,7 +63,6 @@ def load_model(
     trust_remote_code: bool,
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
-    shards: int = 1,
     offload: str | None = None,
     prepare: Prepare | None = None,
 ) -> PreTrainedModel:
@@ -79,8 +76,8 @@ def load_model(
     if offload is not None:
         _check_offload(path, trust_remote_code=trust_remote_code)
     if (base := adapter_base(path)) is not None:
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "shards": shards}
-        return _merged(load_model(base, trust_remote_code=trust_remote_code, **options), path)
+        model = load_model(base, trust_remote_code=trust_remote_code, dtype=dtype, device=device)
+        return _merged(model, path)
     files = LayerFiles()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -95,7 +92,7 @@ def load_model(
             dtype=dtype,
             attn_implementation=implementation(config, register()),
             output_loading_info=True,
-            **_placement(config, device, shards, offload, trust_remote_code=trust_remote_code),
+            **_placement(config, device, offload, trust_remote_code=trust_remote_code),
         )
     except (UserError, torch.OutOfMemoryError):
         raise
@@ -147,7 +144,6 @@ def _check_offload(path: str | Path, *, trust_remote_code: bool) -> None:
 def _placement(
     config: PreTrainedConfig,
     device: torch.device | str,
-    shards: int,
     offload: str | None,
     *,
     trust_remote_code: bool,
@@ -157,8 +153,6 @@ def _placement(
         with torch.device("meta"):
             outline = build_model(config, trust_remote_code=trust_remote_code)
         return {"device_map": device_map(outline, str(device), offload)}
-    if shards > 1:
-        return {"distributed_config": DistributedConfig(tp_size=shards)}
     if quantisation(config) and torch.device(device).type != "cpu":
         # Libraries choose their kernels by where the weights are loaded.
         return {"device_map": {"": device}}
@@ -232,9 +226,9 @@ def _merged(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     """The model with the adapter of a folder in its weights."""
     from peft import PeftModel
 
-    if quantisation(model.config) or any(type(own) is DTensor for own in model.parameters()):
+    if quantisation(model.config):
         raise UserError(
-            f"adapter {str(folder)!r} cannot be merged into quantised or sharded weights; serve "
+            f"adapter {str(folder)!r} cannot be merged into quantised weights; serve "
             f"--target {model.name_or_path} with --lora NAME={folder}"
         )
     try:

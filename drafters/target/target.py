@@ -34,7 +34,6 @@ from draftsmith.kernels.sampling.random_streams import Purpose
 
 if TYPE_CHECKING:
     from transformers.generation import BaseStreamer
-    from typing_extensions import Self
 
 
 __all__ = ["FINAL", "Target", "TargetOutput"]
@@ -82,30 +81,20 @@ class Target(CausalLM):
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
         *,
-        shards: int = 1,
         offload: str | None = None,
         max_length: int | None = None,
         trust_remote_code: bool = False,
-    ) -> Self:
+    ) -> Target:
         """A local folder or Hub id; `dtype` "auto" is the checkpoint's own; `max_length` as
-        `CausalLM` takes it. With `shards` above 1 every process of the group calls this and holds
-        its share of the weights, by the model's own tensor-parallel plan. `offload` as `load_model`
-        has it."""
+        `CausalLM` takes it, `offload` as `load_model` does."""
         model = load_model(
             path,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
             device=device,
-            shards=shards,
             offload=offload,
         )
-        target = cls(model, str(path), max_length=max_length, trust_remote_code=trust_remote_code)
-        if shards > 1 and target.state_layers:
-            raise UserError(
-                f"{target.name!r} has layers with a recurrent state, which are not sharded; leave "
-                "--tensor-parallel out"
-            )
-        return target
+        return cls(model, str(path), max_length=max_length, trust_remote_code=trust_remote_code)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -124,10 +113,7 @@ class Target(CausalLM):
         (indices into T)."""
         if torch.is_grad_enabled():  # to enter `no_grad` costs as much as a small operation
             with torch.no_grad():
-                # Not what overrides it, which would send its message twice.
-                return Target.forward(
-                    self, input_ids, positions, attention_context, logit_rows, taps
-                )
+                return self.forward(input_ids, positions, attention_context, logit_rows, taps)
         states = self.paged(input_ids, positions, attention_context, taps)
         rows = states.final[0]
         if not rows.shape[0] == logit_rows.shape[0] == 1:  # to pick is dear on a CPU
