@@ -227,7 +227,7 @@ def speculated(offered: int | None) -> list[Check]:
             name="control: draft tokens offered meanwhile",
             kind="control",
             passed=offered > 0,
-            said=f"{offered}",
+            said=f"{offered} draft tokens were offered",
             ask=ask,
         )
     ]

@@ -83,9 +83,8 @@ def identity_check(
         if distribution.ids[0] != token
     ]
     worst = max((found.margin for found in wrong), default=0.0)
-    said = f"{len(tokens)} tokens, {len(wrong)} not the argmax" + (
-        f", largest margin {worst:.3g}" if wrong else ""
-    )
+    said = f"{len(wrong)} of {len(tokens)} tokens are not the likeliest one"
+    said += f", at most {apart(worst, config)}" if wrong else ""
     return Check(
         name=f"greedy identity, context {index}",
         kind="check",
@@ -109,7 +108,8 @@ def fork_check(
     forks = [place for place, (ours, theirs) in enumerate(zip(tokens, wanted)) if ours != theirs]
     if not forks:
         same = len(tokens) == len(wanted)
-        said = f"{len(tokens)} tokens, " + ("the same" if same else f"{of} {len(wanted)}")
+        other = f"{len(tokens)} tokens, and {len(wanted)} when asked {of}"
+        said = f"both texts are the same {len(tokens)} tokens" if same else other
         passed = same and len(tokens) == config.greedy_tokens
         return Check(name=name, kind="check", passed=passed, said=said)
     place = forks[0]
@@ -118,9 +118,16 @@ def fork_check(
         name=name,
         kind="check",
         passed=found.margin <= config.margin,
-        said=f"forks at token {place + 1} of {len(tokens)}, margin {found.margin:.3g}",
+        said=f"the texts differ from token {place + 1} of {len(tokens)} on, by two tokens "
+        + apart(found.margin, config),
         evidence={"divergences": [found._asdict()]},
     )
+
+
+def apart(margin: float, config: AuditConfig) -> str:
+    """Distance of two tokens, and whether rounding explains that one took the other's place."""
+    side = "within" if margin <= config.margin else "beyond"
+    return f"{margin:.3g} apart in logprob, {side} rounding ({config.margin:g})"
 
 
 def slip_control(config: AuditConfig, distributions: Sequence[CoarseDistribution]) -> Check:

@@ -220,9 +220,9 @@ def test_default_options_clear_an_honest_server(
         if check["name"].startswith("greedy text against plain decoding")
     ]
     default = AuditConfig()
-    assert compared == [f"{default.greedy_tokens} tokens, the same"] * default.contexts, (
-        "the server can be told not to speculate"
-    )
+    assert (
+        compared == [f"both texts are the same {default.greedy_tokens} tokens"] * default.contexts
+    ), "the server can be told not to speculate"
 
 
 @pytest.mark.long
