@@ -153,6 +153,18 @@ def read_metadata(folder: str | Path) -> dict[str, Any]:
     return record
 
 
+def training_of(draft: str | Path, *, revision: str | None = None) -> dict[str, Any]:
+    """Record of the draft's training; empty where it was made elsewhere."""
+    where = locate(draft, revision=revision)
+    return read_metadata(where).get("training", {}) if (where / RECORD).is_file() else {}
+
+
+def trained_k(draft: str | Path, *, revision: str | None = None) -> int | None:
+    """Draft positions that a draft was trained for, by the record of its training."""
+    config = training_of(draft, revision=revision).get("config", {})
+    return config.get("unroll", {}).get("steps")
+
+
 def store_evaluation(folder: str | Path, evaluation: list[dict[str, Any]]) -> None:
     """One entry a temperature and way of drafting."""
     record = read_metadata(folder)

@@ -279,15 +279,15 @@ class ServedSpeculation(SpeculationOptions):
 
     k: str | None = option(
         None,
-        "draft tokens per round [default: 4], or auto: as many as pay, as measured; a request may "
-        "ask for its own number",
+        "draft tokens per round [default: as many as the draft was trained for, else 4], or auto: "
+        "as many as pay, as measured; a request may ask for its own number",
     )
 
-    def most_drafted(self) -> int:
+    def most_drafted(self, trained_k: int | None = None) -> int:
         if self.k_schedule is not None:
             return max(step.k for step in parse_schedule(self.k_schedule))
         if self.k is None:
-            return DEFAULT_K
+            return min(trained_k or DEFAULT_K, MAX_K)
         if self.k == "auto":
             return MAX_AUTO_K
         if not self.k.isdecimal():
@@ -316,8 +316,9 @@ class ServeConfig(
         None, "CPU threads of torch; default: all cores but one", limits=Limits(1, 1024, "[]")
     )
 
-    def engine_config(self) -> EngineConfig:
-        """Options of the engine alone."""
+    def engine_config(self, trained_k: int | None = None) -> EngineConfig:
+        """Options of the engine alone. `trained_k`: draft positions that the draft was trained
+        for, where that is known."""
         shared = {
             field.name: getattr(self, field.name)
             for part in (EngineOptions, SpeculationOptions)
@@ -325,7 +326,7 @@ class ServeConfig(
         }
         name = f"{socket.gethostname()}:{self.port}"
         return EngineConfig(
-            k=self.most_drafted(),
+            k=self.most_drafted(trained_k),
             adaptive=self.k == "auto",
             engine_name=name if self.engine_name is None else self.engine_name,
             record_taps=self.record_taps,

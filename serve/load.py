@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.checkpoint import load, load_draft
+from draftsmith.drafters.checkpoint import load, load_draft, trained_k
 from draftsmith.drafters.config import named_folders
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.adapters import Adapters
@@ -20,7 +20,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
-from draftsmith.drafters.versions import open_live
+from draftsmith.drafters.versions import folder_of, open_live, versions
 from draftsmith.errors import UserError
 from draftsmith.record import Sink
 from draftsmith.serve.config import ServeConfig, ServedLookup
@@ -65,7 +65,7 @@ def load_engine(
         engine = build_engine(
             target,
             draft.drafter,
-            config.engine_config(),
+            config.engine_config(draft.k),
             sink=sink,
             draft_version=draft.version,
             fallback=load_fallback(config),
@@ -84,6 +84,7 @@ class LoadedDraft(NamedTuple):
     version: str  # "" without a drafter, "0" for one that no version names
     number: int | None  # in the versions folder; None for a draft from elsewhere
     refused: str = ""  # why the live version of that folder is not the one
+    k: int | None = None  # draft positions that it was trained for, where that is known
 
 
 def load_drafter(
@@ -128,8 +129,9 @@ def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:
         if found is not None:
             return found
     draft = load_draft(config, target)
-    if draft is not None:
-        return LoadedDraft(draft, "0", None, refused)
+    if draft is not None and config.draft is not None:
+        k = trained_k(config.draft, revision=config.draft_revision)
+        return LoadedDraft(draft, "0", None, refused, k)
     if versions is not None:
         raise UserError(
             f"versions folder {versions!r} has no version yet; give the draft to start with"
@@ -144,4 +146,8 @@ def load_version(root: str, target: Target, *, dtype: torch.dtype | None) -> Loa
     refused = "" if opened.damage is None else str(opened.damage)
     if refused:
         log.warning("%s; starting with version %d", refused, opened.version)
-    return LoadedDraft(opened.draft, str(opened.version), opened.version, refused)
+    k = None
+    with suppress(UserError):
+        # The starting draft's record: later versions have that of their learning.
+        k = trained_k(folder_of(root, min(versions(root))))
+    return LoadedDraft(opened.draft, str(opened.version), opened.version, refused, k)

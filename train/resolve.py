@@ -4,7 +4,6 @@ whether a run may be continued. Pure and torch-free."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
@@ -190,11 +189,6 @@ def check_sparse(config: TrainConfig, why: str, mend: str) -> None:
     for name, is_wrong in refused.items():
         if is_wrong:
             raise UserError(f"option {name!r} needs whole distributions and {why}; {mend}")
-
-
-def trained_k(training: Mapping[str, Any]) -> int | None:
-    """Draft positions that a draft was trained for, by the record of its training."""
-    return training.get("config", {}).get("unroll", {}).get("steps")
 
 
 def total_steps(config: TrainConfig, batches_per_epoch: int, world_size: int) -> int:

@@ -49,7 +49,6 @@ from draftsmith.train.evaluate.teacher_forced import (
     temperature_of,
 )
 from draftsmith.train.quiet import quiet
-from draftsmith.train.resolve import trained_k
 
 __all__ = ["Evaluation", "evaluate_draft", "run"]
 
@@ -93,7 +92,7 @@ def evaluate(config: EvalConfig) -> None:
     target = open_target(config)
     target.check_length(config.max_length, "option 'max_length'")
     drafter = checkpoint.load(config.draft, target)
-    k = config.k or trained_k(training_of(config.draft)) or UnrollConfig().steps
+    k = config.k or checkpoint.trained_k(config.draft) or UnrollConfig().steps
     texts = texts_of(config, target)
     found = [
         evaluate_at(config, temperature, target, drafter, own, k)
@@ -163,17 +162,9 @@ def chosen_of(config: EvalConfig, mixture: Mixture) -> list[TokenSequence]:
     return (mixture.held_out if len(mixture.held_out) else mixture.train).first(config.prompts)
 
 
-def training_of(draft: str) -> dict[str, Any]:
-    """Record of the draft's training; empty where it was made elsewhere."""
-    where = checkpoint.locate(draft)
-    if not (where / checkpoint.RECORD).is_file():
-        return {}
-    return checkpoint.read_metadata(where).get("training", {})
-
-
 def warn_of_trained_text(config: EvalConfig, mixture: Mixture) -> None:
     """A draft does better on text that it has seen."""
-    training = training_of(config.draft)
+    training = checkpoint.training_of(config.draft)
     kept_back = training.get("config", {}).get("held_out", 1.0)
     # Of an export, without the folders.
     trained_on = for_others(provenances(training.get("data", {})))

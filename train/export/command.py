@@ -16,7 +16,13 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
 from draftsmith.config import check_limits, for_others
-from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata
+from draftsmith.drafters.checkpoint import (
+    RECORD,
+    SCHEMA_VERSION,
+    locate,
+    read_metadata,
+    trained_k,
+)
 from draftsmith.drafters.layouts import hub
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.registry import family_of
@@ -36,7 +42,6 @@ from draftsmith.train.export.table import (
 )
 from draftsmith.train.export.vllm_faults import SHARED_NOISE
 from draftsmith.train.quiet import quiet
-from draftsmith.train.resolve import trained_k
 
 
 def run(config: ExportConfig) -> int:
@@ -134,9 +139,7 @@ def open_source(config: ExportConfig) -> ExportSource:
         trust_remote_code=config.trust_remote_code,
         target_name=target_name,
         target_config=read_json(model / "config.json", "target config"),
-        num_speculative_tokens=config.speculative_tokens
-        or trained_k(metadata.get("training", {}))
-        or 3,
+        num_speculative_tokens=config.speculative_tokens or trained_k(draft) or 3,
         out=Path(config.out),
         with_target=config.with_target,
     )

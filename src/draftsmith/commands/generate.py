@@ -45,7 +45,7 @@ class GenerateConfig(GenerateOptions, LookupOptions, Pair):
         """
         return ServeConfig(
             **{field.name: getattr(self, field.name) for field in fields(Pair)},
-            k=None if self.k is None else str(self.k),
+            k=str(self.k or DEFAULT_K),
             ngram=self.ngram,
             suffix=self.suffix,
             max_batch=self.batch,

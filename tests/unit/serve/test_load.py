@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +18,10 @@ from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.config import DEFAULT_K, EngineConfig, ServeConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.load import load_drafter
+from draftsmith.serve.load import load_drafter, load_engine
 from draftsmith.serve.watch import watch_versions
 
 
@@ -99,3 +102,30 @@ def test_a_server_without_a_whole_version_starts_with_its_draft(
     assert warning.startswith("version 3 is corrupt") and "starting with draft" in warning
     with pytest.raises(UserError, match="version 3 is corrupt"):
         load_drafter(ServeConfig(target="", versions=str(folder)), target)
+
+
+def test_a_server_drafts_as_many_tokens_as_the_training(target: Target, tmp_path: Path) -> None:
+    draft, learned = FAMILIES["mtp"].create(MtpOptions(), target, seed=0), tmp_path / "learned"
+    trained: dict[str, Any] = {"config": {"unroll": {"steps": 2}}}
+
+    def save(folder: Path, training: dict[str, Any]) -> None:
+        checkpoint.save(draft, folder, target, training=training)
+
+    # The live version was learned from traffic, the first is the draft as it was trained.
+    for parent, training in ((None, trained), (1, {"online": {}})):
+        versions.publish(
+            learned, partial(save, training=training), family="mtp",
+            target={"revision": target.revision}, parent=parent, data_range={}, gate={},
+        )  # fmt: skip
+    own, bare = tmp_path / "own", tmp_path / "bare"
+    save(own, trained)
+    save(bare, {})
+    for config, k in (
+        (ServeConfig(target="", draft=str(own)), 2),
+        (ServeConfig(target="", draft=str(own), k="3"), 3),
+        (ServeConfig(target="", draft=str(own), k_schedule="1:5,8:1"), 5),
+        (ServeConfig(target="", draft=str(bare)), DEFAULT_K),
+        (ServeConfig(target="", versions=str(learned)), 2),
+        (ServeConfig(target="", ngram=True), DEFAULT_K),
+    ):
+        assert load_engine(replace(config, compile="off"), target).engine.config.k == k, config
