@@ -9,14 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
-from draftsmith.client import base_of, bearer, message_of, parse, send
+from draftsmith.client import COUNTER, base_of, bearer, message_of, parse, send
 from draftsmith.errors import UserError
 from draftsmith.serve.audit.config import AuditConfig
 
 ID_PREFIX = "token_id:"
 MAX_LOGPROBS = 20
 LEAST_CONNECTIONS = 6
-COUNTER = "vllm:spec_decode_num_{}_total"
 Given = TypeVar("Given")
 Answer = TypeVar("Answer")
 

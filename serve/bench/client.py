@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from draftsmith.client import base_of, bearer, message_of, parse, send_async
+from draftsmith.client import Scrape, base_of, bearer, message_of, parse, send_async
 from draftsmith.errors import UserError
 from draftsmith.prompts.corpus import CORPORA, held_out
 from draftsmith.prompts.shapes import Row
@@ -108,6 +108,7 @@ class TimedAnswer:
 class PassResult:
     answers: list[TimedAnswer] = field(default_factory=list)
     wall_s: float = 0.0
+    counted: Scrape = field(default_factory=lambda: Scrape({}, {}))  # by the server meanwhile
 
     @property
     def num_tokens(self) -> int:
@@ -164,14 +165,13 @@ class Client:
         result.wall_s = perf_counter() - begun_s
         return result
 
-    async def step_bytes(self) -> dict[str, float]:
-        """Bytes of weights that target passes and proposals read, from a draftsmith server's
-        metrics; empty for other servers."""
+    async def scrape(self) -> Scrape:
+        """The server's metrics; empty where it has none."""
         response = await self.http.get("/metrics")
         try:
-            return parse(response.text).by("draftsmith_step_bytes", "step")
+            return parse(response.text)
         except UserError:
-            return {}
+            return Scrape({}, {})
 
     def _send(self, request: httpx.Request) -> Awaitable[httpx.Response]:
         return self.http.send(request, stream=True)

@@ -223,14 +223,17 @@ async def measure(
                 body["cache_salt"] = (
                     f"{run} {case.concurrency} {case.temperature} {case.mode} {repeat}"
                 )
+            before = await client.scrape()
             result = await _pass(config, client, prompts, case, body)
+            result.counted = (await client.scrape()).since(before)
             case.passes.append(result)
             done = sum(len(one.passes) for one in cases)
             progress.update(
                 done, f"T = {case.temperature:g}, {case.mode}: {result.tokens_per_s:.1f} tok/s"
             )
     progress.close()
-    return cases, cost_of(await clients[CHAIN].step_bytes())
+    metrics = await clients[CHAIN].scrape()
+    return cases, cost_of(metrics.by("draftsmith_step_bytes", "step"))
 
 
 async def _pass(

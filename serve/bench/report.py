@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+from draftsmith.client import COUNTER
 from draftsmith.errors import UserError
 from draftsmith.files import markdown_table, with_interval
 from draftsmith.kernels.acceptance import (
@@ -82,6 +84,7 @@ def figures(
     case: BenchCase, *, goal: Goal | None = None, draft_cost: DraftCost | None = None
 ) -> Figures:
     answers = case.answers
+    reports = reports_of(answers)
     tpots = [answer.tpot_s for answer in answers if answer.tpot_s is not None]
     speeds = [one.tokens_per_s for one in case.passes]
     wall_s = sum(one.wall_s for one in case.passes)
@@ -98,8 +101,25 @@ def figures(
         "tpot_ms": percentiles(tpots),
         "e2el_ms": percentiles([answer.e2el_s for answer in answers]),
         "goodput": goodput(answers, goal, wall_s) if goal else None,
-        "acceptance": acceptance(reports_of(answers), draft_cost=draft_cost),
+        "acceptance": acceptance(reports, draft_cost=draft_cost) if reports else counted(case),
     }
+
+
+def counted(case: BenchCase) -> Figures | None:
+    """tau and alpha_i of a server that reports on no answer, by the counters that vLLM and ours
+    share: of all requests that it answered meanwhile, without interval, ends not trimmed."""
+    scrapes = [one.counted for one in case.passes]
+
+    def total(name: str, **labels: str) -> float:
+        return sum(one.total(COUNTER.format(name), **labels) for one in scrapes)
+
+    if (drafts := total("drafts")) == 0:
+        return None
+    by_place, tau = "accepted_tokens_per_pos", 1 + total("accepted_tokens") / drafts
+    places = {place for one in scrapes for place in one.by(COUNTER.format(by_place), "position")}
+    kept = [drafts, *(total(by_place, position=place) for place in sorted(places, key=int))]
+    alpha = [after / before if before else None for before, after in pairwise(kept)]
+    return {"rounds": drafts, "tau": tau, "tau_95": [tau, tau], "alpha": alpha}
 
 
 def speed(answers: Sequence[TimedAnswer]) -> float:

@@ -131,6 +131,7 @@ async def send_async(
     return await send_once(request)
 
 
+COUNTER = "vllm:spec_decode_num_{}_total"  # of drafts, in vLLM's metrics and in ours
 Labels = tuple[tuple[str, str], ...]
 
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from matplotlib import pyplot
 
+from draftsmith.client import Scrape
 from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.config import build
 from draftsmith.errors import UserError
@@ -304,8 +305,8 @@ def test_trees_are_modes_on_servers_of_their_own(monkeypatch: pytest.MonkeyPatch
         async def model(self) -> str:
             return "m"
 
-        async def step_bytes(self) -> dict[str, float]:
-            return {}
+        async def scrape(self) -> Scrape:
+            return Scrape({}, {})
 
         async def measure(self, prompts: list, body: dict, concurrency: int) -> PassResult:
             asked.append((self.url, body.get("speculation")))
@@ -371,3 +372,44 @@ def test_draft_positions_are_whole_numbers(positions: int) -> None:
     ticks = axes.get_xticks()
     pyplot.close(figure)
     assert len(ticks) and all(float(tick).is_integer() for tick in ticks)
+
+
+def test_tau_of_a_server_that_reports_on_no_answer_is_that_of_its_counters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM: of four rounds that an answer takes, three keep a token and one of these another."""
+    answered = 0
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        nonlocal answered
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        if request.url.path == "/metrics":
+            counts = (
+                ("drafts", "", 4), ("draft_tokens", "", 8), ("accepted_tokens", "", 4),
+                ("accepted_tokens_per_pos", ',position="0"', 3),
+                ("accepted_tokens_per_pos", ',position="1"', 1),
+            )  # fmt: skip
+            lines = [
+                f"# TYPE vllm:spec_decode_num_{name}_total counter\n"
+                f'vllm:spec_decode_num_{name}_total{{model_name="m"{label}}} {count * answered}\n'
+                for name, label, count in counts
+            ]
+            return httpx.Response(200, text="".join(lines))
+        answered += 1
+        chunk = {"choices": [{"text": "a"}], "usage": {"completion_tokens": 8}}
+        return httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+
+    class Vllm(Client):
+        def __init__(self, url: str, **options: object):
+            transport = httpx.MockTransport(handle)
+            self.http = httpx.AsyncClient(base_url="http://server", transport=transport)
+
+    monkeypatch.setattr(command, "Client", Vllm)
+    config = BenchConfig(url="x", modes=["plain"], temperature=[0.0], repeats=2)
+    cases, _ = asyncio.run(command.measure(config, {"": "x"}, [{"prompt": "x"}] * 3))
+    found = figures(cases[0])
+    assert found["acceptance"] == {
+        "rounds": 24, "tau": 2.0, "tau_95": [2.0, 2.0], "alpha": [0.75, pytest.approx(1 / 3)]
+    }  # fmt: skip
+    assert " 2.00  0.75 0.33" in table([found])
