@@ -45,6 +45,8 @@ from draftsmith.record import RecordSink, RoundRecord, SinkCounts
 logger = logging.getLogger("draftsmith.buffer")
 # Looks at a shard that the file system does not give before it is skipped.
 MAX_FAILURES = 10
+# Age at which a shard is closed. In an object store each is a request that is paid for.
+FOLDER_FLUSH_S, STORE_FLUSH_S = 1.0, 20.0
 # How long a server that stops waits for a disk that hangs.
 CLOSE_S = 10.0
 # Most bytes of hidden states in the queue; beyond it records are stored without. A shard is begun
@@ -65,7 +67,7 @@ class FlushBatch(NamedTuple):
 
 class BufferWriter(RecordSink):
     """`draftsmith.record.Sink` whose `put` only appends to a bounded queue. A thread writes a shard
-    per second, or whenever `flush_records` are queued.
+    every `flush_s`, or whenever `flush_records` are queued.
 
     A killed server loses what was not yet flushed, at most `flush_s` of traffic. When the disk
     refuses or hangs, records wait in the queue and the newest beyond its bound are dropped;
@@ -76,6 +78,7 @@ class BufferWriter(RecordSink):
     Args:
         screens: applied in order on the writer's thread; each maps a record to the records that
             may be stored now.
+        flush_s: `FOLDER_FLUSH_S` in a local folder and `STORE_FLUSH_S` elsewhere, unless given.
         share: of new requests that are recorded while readers keep up.
     """
 
@@ -84,7 +87,7 @@ class BufferWriter(RecordSink):
         url: str,
         *,
         screens: Sequence[Screen] = (),
-        flush_s: float = 1.0,
+        flush_s: float | None = None,
         flush_records: int = 512,
         queue_records: int = 16384,
         max_bytes: int = 8 << 30,
@@ -92,8 +95,9 @@ class BufferWriter(RecordSink):
         share: float = 1.0,
     ):
         self.folder = ShardFolder(url)
+        default_s = FOLDER_FLUSH_S if self.folder.is_local else STORE_FLUSH_S
         self.flush_s, self.flush_records, self.queue_records, self.max_bytes = (
-            flush_s,
+            default_s if flush_s is None else flush_s,
             flush_records,
             queue_records,
             max_bytes,
@@ -173,7 +177,7 @@ class BufferWriter(RecordSink):
         deadline_s = time.monotonic() + self._patience_s
         self._flush()
         while self._queue and time.monotonic() < deadline_s:
-            time.sleep(self.flush_s)
+            time.sleep(min(self.flush_s, FOLDER_FLUSH_S))
             self._flush()
         self.dropped += len(self._queue)
 

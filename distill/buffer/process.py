@@ -90,8 +90,9 @@ class ProcessWriter:
     The records of a round are copied at its end. Where their logits find no room, they are reduced
     there; where they find none then, they are dropped and counted. A ring that is more than half
     full takes no new requests. A killed writer is started again and reads on: what it had taken and
-    not written is lost, about a second of traffic (with `redact`, the texts of unfinished
-    requests), and counted. A killed server loses at most its last round.
+    not written is lost, about a second of traffic, 20 s and 512 records at most into an object
+    store (with `redact`, the texts of unfinished requests), and counted. A killed server loses at
+    most its last round.
     """
 
     def __init__(self, job: WriterJob, *, capacity: int = CAPACITY):

@@ -19,8 +19,8 @@ from draftsmith.record import RecordedTaps, RoundRecord, sampler_of
 from draftsmith.train.data.roles import Branch, Role, branch_of, roles_of
 
 # A request that ends has a last record, unless its server was killed. Servers write every second,
-# and no record while a request drafts nothing: one that is taken for finished too soon loses the
-# records that come later.
+# or every 20 s into an object store, and no record while a request drafts nothing: one that is
+# taken for finished too soon loses the records that come later.
 SILENCE_S = 60.0
 
 

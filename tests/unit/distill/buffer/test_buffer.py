@@ -28,6 +28,7 @@ from draftsmith.distill.buffer.folder import Shard, ShardFolder, parse, retain
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
 from tests.round_records import round_record
+from tests.waiting import wait_until
 
 
 def distribution(first: int, width: int = 3) -> Distribution:
@@ -107,6 +108,24 @@ def test_records_are_on_disk_within_the_flush_interval(tmp_path: Path) -> None:
         time.sleep(0.02)
     assert len(BufferReader(str(tmp_path)).read().records) == 1
     writer.close()
+
+
+def test_a_shard_of_an_object_store_is_closed_by_size_or_much_later(tmp_path: Path) -> None:
+    """Each is a request that is paid for."""
+    here, there = BufferWriter(str(tmp_path)), BufferWriter("memory://paced-test")
+    for writer in (here, there):
+        writer.put(record())
+    wait_until(here.folder.shards, 10.0)
+    here.put(record(number=1))
+    wait_until(lambda: len(here.folder.shards()) == 2, 10.0)
+    assert there.folder.shards() == []
+    for number in range(1, there.flush_records):
+        there.put(record(number=number))
+    wait_until(there.folder.shards, 10.0)
+    for writer in (here, there):
+        writer.close()
+    assert there.written == there.flush_records and len(there.folder.shards()) == 1
+    fsspec.filesystem("memory").rm("/paced-test", recursive=True)
 
 
 def test_many_writers_one_reader_and_other_file_systems() -> None:
