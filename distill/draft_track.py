@@ -289,9 +289,20 @@ class DraftTrack:
         training = ", loss none yet" if update else ""
         if update and update.loss is not None:
             training = f", loss {update.loss:.3f}, alpha {update.alpha[0]:.3f}"
+        return f"version {self.live.version}, {self._awaited()}{training}"
+
+    def _awaited(self) -> str:
+        """Words on what the next decision takes, and what of it is there."""
+        gate, learn, learner = self.config.gate, self.config.learn, self.learner
+        if self.lifecycle.canary.trial is not None:
+            return f"version {self.lifecycle.canary.version} on trial"
+        if self.live.drift.is_resting:
+            return "resting until the traffic changes"
+        missing = 0 if self.is_gate_due else gate.every - learner.updates % gate.every
+        step = f", at step {learner.at_step} of {learn.steps} now" if learner.at_step else ""
         return (
-            f"version {self.live.version}, {len(self.window)} held out, waiting "
-            f"{len(self.fresh)}{training}"
+            f"next decision at update {learner.updates + missing} with {gate.requests} requests "
+            f"held out (now {len(self.window)}), {len(self.fresh)} of {learn.fresh} new texts{step}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import httpx
 from draftsmith.client import Scrape, base_of, parse
 from draftsmith.errors import UserError
 
-# A longer rest is taken in pieces, with `look_up` between them.
+# A longer rest is taken in pieces, with `look_up` between them, and so is longer work.
 MOST_REST_S = 5.0
 
 
@@ -50,14 +50,19 @@ class Throttle:
         self.look_up: Callable[[], object] = nothing
         self.worked_s = self.rested_s = 0.0
         self.owed_s = 0.0  # work that is not rested for yet
+        self.seen_s = 0.0  # work up to the latest look
 
     @property
     def share(self) -> float:
         return self.budget * self.guard()
 
     def rest(self, worked_s: float) -> None:
-        """Rests between the steps of an update, until nothing is owed or a stop is requested."""
+        """Rests between the steps of an update, until nothing is owed or a stop is requested. Looks
+        up within long work, too."""
         self._owe(worked_s)
+        if self.worked_s - self.seen_s >= MOST_REST_S:
+            self.seen_s = self.worked_s
+            self.look_up()
         while not self.pay() and not self.stop.is_set():
             self.look_up()
 

@@ -131,6 +131,7 @@ class Learner:
         self.parameters = trained(drafter)
         self.optimizer = CandidateOptimizer(drafter, config)
         self.updates = 0
+        self.at_step = 0  # of the update that is being made, from 1
         self._begin()
 
     def _begin(self) -> None:
@@ -181,7 +182,7 @@ class Learner:
         loss: float | None = None
         alpha: list[float] = []
         for step in range(self.config.steps):
-            begun_s = time.perf_counter()
+            begun_s, self.at_step = time.perf_counter(), step + 1
             rehearsed = self._rehearsed(rng)
             texts = self._texts(queue, step, rng, num_rehearsed=len(rehearsed))
             batch = self.teacher.batch([*self._rows(texts, rng), *rehearsed])
@@ -201,7 +202,7 @@ class Learner:
         self.reservoir.arrived(queue)
         for text in fresh:
             self.reservoir.add(text, rng)
-        self.updates += 1
+        self.updates, self.at_step = self.updates + 1, 0
         return UpdateReport(self.config.steps, broken, loss, alpha, tokens, masked)
 
     def _rehearsed(self, rng: random.Random) -> list[LearningRow]:

@@ -76,6 +76,16 @@ def test_within_a_long_rest_somebody_looks_up_and_work_is_owed_the_rest_of_it() 
     assert max(b - a for a, b in pairwise(looked_s)) <= MOST_REST_S and len(looked_s) > 300
 
 
+def test_long_work_without_a_rest_is_looked_up_from_too() -> None:
+    """A step of 2 s on a busy machine: nobody would see for minutes whether it goes on."""
+    time, looked_s = Time(), []
+    throttle = Throttle(1.0, time, clock=time)  # type: ignore[arg-type]
+    throttle.look_up = lambda: looked_s.append(throttle.worked_s)
+    for _ in range(7):
+        throttle.rest(2.0)
+    assert looked_s == [6.0, 12.0] and throttle.rested_s == 0
+
+
 def test_a_rest_is_short_when_the_server_has_time_again() -> None:
     time = Time()
 
