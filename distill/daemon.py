@@ -176,10 +176,8 @@ class Daemon:
 
     def cycle(self) -> bool:
         """Returns True when there was something to do. While rest is owed for earlier work, nothing
-        is trained or decided."""
-        self.is_outdated = self.source.has_settled()
-        if self.is_outdated:
-            return True
+        is trained or decided. New weights are looked for after the work, so that some is done under
+        each, however often they come."""
         self.track.lifecycle.follow()
         arrived = not self.has_backlog and self.take_in()
         is_rested = self.throttle.pay()
@@ -188,7 +186,8 @@ class Daemon:
             self.save()
         self.retain()
         self.show()
-        return arrived or has_update or not is_rested
+        self.is_outdated = is_rested and self.source.has_settled()
+        return arrived or has_update or not is_rested or self.is_outdated
 
     @property
     def has_backlog(self) -> bool:

@@ -3,8 +3,10 @@ new traffic, and learns."""
 
 from __future__ import annotations
 
+import io
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +19,14 @@ from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.version_lifecycle import LiveVersion
 from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.target.target import Target
+from draftsmith.fleet.rl import PolicyRevisions
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.drafts.served import PROBE
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
-from tests.integration.conftest import Loop
+from tests.integration.conftest import Loop, learner_of
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 LEARNING = LearnConfig(lr=1e-4, steps=2, fresh=1000, reservoir=1000)
@@ -172,6 +175,27 @@ def test_text_that_is_there_predicts_alpha_under_new_weights_before_any_traffic(
         assert abs(lost) < 0.15 and site.decisions("accept")
     else:
         assert lost > 0.3 and not site.decisions("accept") and site.decisions("quarantine")
+
+
+def test_weights_that_come_faster_than_they_are_read_leave_time_to_learn(
+    site: Site, tmp_path: Path
+) -> None:
+    """A policy writes the next revision while the one before is read."""
+    policy = PolicyRevisions(tmp_path / "policy")
+
+    def push(step: int) -> None:
+        site.change(0.01)
+        policy.write(step, lambda folder: shutil.copytree(site.folder, folder, dirs_exist_ok=True))
+
+    push(1)
+    site.serve(16)
+    learn = LearnConfig(lr=1e-4, steps=1, fresh=2)
+    learner = learner_of(
+        replace(site.config, target=str(policy.target), learn=learn), io.StringIO()
+    )
+    push(2)
+    learner.loop(threading.Event())
+    assert learner.is_outdated and learner.counters.updates == 1
 
 
 @pytest.mark.long
