@@ -255,7 +255,7 @@ class GateConfig:
     )
     floor: float = option(
         0.3,
-        "alpha on a changed target's traffic that takes an older draft out of quarantine",
+        "alpha under a changed target below which an older draft is withheld, until it has learned",
         limits=SHARE,
     )
 

@@ -22,6 +22,7 @@ from draftsmith.distill.buffer.traffic import (
 from draftsmith.distill.gate.gate import (
     Comparison,
     Decision,
+    alphas_of,
     compare,
     decide,
     enough,
@@ -96,9 +97,8 @@ class DraftTrack:
     def predict(self) -> float | None:
         """alpha of the live draft under the target at hand, on the held-out texts; None without
         any. The learner's own look: no traffic under this target is needed."""
-        scored = self.live.scorer.score(self.window, max_depth=self.depth)
-        values = [one.alpha for one in scored if len(one.alpha)]
-        self.predicted = float(np.concatenate(values).mean()) if values else None
+        alphas = alphas_of(self.live.scorer, self.window, max_depth=self.depth)
+        self.predicted = float(np.concatenate(alphas).mean()) if alphas else None
         return self.predicted
 
     @property
@@ -152,6 +152,11 @@ class DraftTrack:
     def work(self) -> bool:
         """Does all work that is due; True when the candidate took steps."""
         gate = self.config.gate
+        if self.live.made_for:
+            if self.num_unscored >= gate.requests:
+                with self.context.throttle.work():
+                    self.regate()
+            self.live.withhold()
         has_update = self.is_update_due
         if has_update:
             self.update()
@@ -162,11 +167,7 @@ class DraftTrack:
         elif self.is_gate_due and len(self.window) >= gate.requests:
             with self.context.throttle.work():
                 self.gate()
-        if self.live.made_for:
-            if self.num_unscored >= gate.requests:
-                with self.context.throttle.work():
-                    self.regate()
-        elif self.live.watch.is_due:
+        if self.live.watch.is_due and not self.live.made_for:
             with self.context.throttle.work():
                 self.check_live()
         return has_update
@@ -276,7 +277,7 @@ class DraftTrack:
         return comparison.gain < 0 and comparison.p_value <= self.config.gate.error
 
     def regate(self) -> None:
-        """Publishes the live draft again for a new target, if its traffic shows it good enough."""
+        """Publishes the live draft again for a new target, if texts show it good enough."""
         self.num_unscored = 0
         decision = regate(self.live.scorer, self.window, self.config.gate, max_depth=self.depth)
         if decision.decision == "accept":
@@ -322,7 +323,7 @@ class DraftTrack:
             "live": watched.to_dict() if watched else None,
             "drift": self.live.drift.to_dict(),
             "resting": self.live.drift.is_resting,
-            "quarantined": bool(self.live.made_for),
+            "quarantined": self.live.is_withheld,
             "alpha_predicted": self.predicted,
             "target_revision": self.context.target.revision,
         }

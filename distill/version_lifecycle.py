@@ -264,12 +264,12 @@ class LiveVersion:
     """Everything that counts from the moment at which a version went live.
 
     `made_for` is the target revision that the version was made for, "" where that is the target at
-    hand.
+    hand. Such a version is withheld, unless it is found good enough for this target.
     """
 
     def __init__(self, publisher: Publisher, context: LearnerContext, log: DecisionLog):
         self.publisher, self.context, self.log = publisher, context, log
-        self.made_for = ""
+        self.made_for, self.is_withheld = "", False
         self.ledger, self.drift = Ledger(), Drift(context.config.drift)
         self.scorer = self._new_scorer()
         self.watch = LiveWatch(publisher, context.config.gate, self.scorer)
@@ -296,10 +296,16 @@ class LiveVersion:
         self.drift.new_version()
 
     def notice_target(self) -> None:
+        revision = self.context.target.revision
+        self.made_for = versions.stranger(self.publisher.root, self.version, revision)
+        self.is_withheld = False
+
+    def withhold(self) -> None:
         """Logs a version in quarantine once."""
-        self.made_for = notice(
-            self.publisher.root, self.version, self.context.target.revision, self.context.report
-        )
+        if self.made_for and not self.is_withheld:
+            own, root = self.context.target.revision, self.publisher.root
+            notice(root, self.version, self.made_for, own, self.context.report)
+            self.is_withheld = True
 
     def look_for_drift(self, text: ServedText) -> None:
         alarm = self.drift.observe(text, str(self.version))

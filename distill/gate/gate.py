@@ -188,42 +188,41 @@ def weigh(comparison: Comparison, evidence: float, config: GateConfig) -> Decisi
     return dataclasses.replace(decision, decision="accept", reason="a gain with evidence")
 
 
-def notice(root: str | Path, version: int, own: str, report: Callable[[str], None]) -> str:
-    """Target revision that a version was made for where that is not `own`, else "". Logged and
-    reported once."""
-    made_for = versions.stranger(root, version, own)
+def notice(
+    root: str | Path, version: int, made_for: str, own: str, report: Callable[[str], None]
+) -> None:
+    """Logs and reports a version in quarantine once: its target's revision is not `own`."""
     entry = {"decision": "quarantine", "version": version, "target_revision": own}
-    if made_for and not any(entry.items() <= one.items() for one in versions.read_decisions(root)):
+    if not any(entry.items() <= one.items() for one in versions.read_decisions(root)):
         reason = f"made for target revision {made_for}, this is {own}"
         versions.record_decision(root, {**entry, "reason": reason})
         report(f"version {version} is in quarantine: {reason}")
-    return made_for
 
 
 def regate(
     live: Scorer, texts: Sequence[ServedText], config: GateConfig, *, max_depth: int
 ) -> Decision:
     """Decides on publishing the live draft again. `texts` are held-out ones, scored under the new
-    target, of it or of weights that it had before. The mean over requests has to reach the floor by
-    two standard errors."""
-    scored = [
-        one
-        for one in live.score(texts, max_depth=max_depth)
-        if one.is_consistent and len(one.alpha)
-    ]
-    means = np.array([float(one.alpha.mean()) for one in scored])
-    if len(means) < config.requests:
+    target, of it or of weights that it had before. They have to predict the floor."""
+    alphas = alphas_of(live, texts, max_depth=max_depth)
+    if len(alphas) < config.requests:
         return Decision(
             "hold",
-            f"quarantine: {len(means)} requests scored under the new target, {config.requests} are "
-            "needed",
+            f"quarantine: {len(alphas)} requests scored under the new target, {config.requests} "
+            "are needed",
         )
-    alpha, error = float(means.mean()), float(means.std(ddof=1)) / len(means) ** 0.5
-    measured = f"alpha {alpha:.3f} +- {error:.3f} on {len(means)} requests under the new target"
+    alpha = float(np.concatenate(alphas).mean())
+    measured = f"alpha {alpha:.3f} on {len(alphas)} requests under the new target"
     # Written so that NaN does not pass.
-    if not alpha - 2 * error >= config.floor:
-        return Decision("hold", f"quarantine: {measured} does not show {config.floor}")
-    return Decision("accept", f"out of quarantine: {measured}")
+    if not alpha >= config.floor:
+        return Decision("hold", f"quarantine: {measured}, below {config.floor}")
+    return Decision("accept", f"goes on being served: {measured}")
+
+
+def alphas_of(live: Scorer, texts: Sequence[ServedText], *, max_depth: int) -> list[np.ndarray]:
+    """alpha at the positions of each text that has some and agrees with the target."""
+    scored = live.score(texts, max_depth=max_depth)
+    return [one.alpha for one in scored if one.is_consistent and len(one.alpha)]
 
 
 def enough(decision: Decision, config: GateConfig) -> Decision:

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.gate import scoring
-from draftsmith.distill.gate.gate import compare, decide, weigh
+from draftsmith.distill.gate.gate import alphas_of, compare, decide, regate, weigh
 from draftsmith.distill.gate.regression import Earlier, watch
 from draftsmith.distill.gate.scoring import Scorer, score, score_drafters, score_together
 from draftsmith.distill.gate.sequential import Evidence, Ledger
@@ -249,3 +249,18 @@ def test_distributions_of_the_live_draft_that_are_not_finite_are_never_accepted(
         ).version
         == 0
     )
+
+
+def test_a_draft_goes_on_under_a_new_target_where_its_predicted_alpha_reaches_the_floor(
+    bigram: Callable, served_texts: Callable, target: Target
+) -> None:
+    """Just below its alpha and just above it; how far the texts differ changes nothing."""
+    live, texts = Scorer(bigram(288), target, max_length=512), served_texts(12)
+    alpha = float(np.concatenate(alphas_of(live, texts, max_depth=3)).mean())
+    for floor, count, decision in (
+        (alpha - 1e-6, 12, "accept"),
+        (alpha + 1e-6, 12, "hold"),
+        (alpha - 1e-6, 11, "hold"),
+    ):
+        found = regate(live, texts[:count], GateConfig(floor=floor, requests=12), max_depth=3)
+        assert found.decision == decision, found.reason
