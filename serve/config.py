@@ -23,7 +23,7 @@ from draftsmith.drafters.config import DTYPES, SAMPLINGS, Pair
 from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
 from draftsmith.progress import LOG_FORMATS
-from draftsmith.serve.control.control import MAX_AUTO_K, MAX_K, parse_schedule
+from draftsmith.serve.control.control import MAX_AUTO_K, MAX_K
 from draftsmith.serve.tools.answer import REASONING_FORMATS
 from draftsmith.serve.tools.call_format import CALL_FORMATS
 
@@ -106,9 +106,6 @@ class SpeculationOptions:
 
     HELP_TITLE: ClassVar[str] = SPECULATION_HELP
 
-    k_schedule: str | None = option(
-        None, "draft tokens per round by batch size instead, for example 1:5,8:3,32:0"
-    )
     least_confidence: float = option(0.0, CONFIDENCE_HELP, limits=BELOW_1)
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
     synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP, limits=SHARE)
@@ -284,8 +281,6 @@ class ServedSpeculation(SpeculationOptions):
     )
 
     def most_drafted(self, trained_k: int | None = None) -> int:
-        if self.k_schedule is not None:
-            return max(step.k for step in parse_schedule(self.k_schedule))
         if self.k is None:
             return min(trained_k or DEFAULT_K, MAX_K)
         if self.k == "auto":

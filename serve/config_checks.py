@@ -14,7 +14,6 @@ from draftsmith.serve.config import EngineConfig, ServeConfig
 # Options that exclude each other, and why; NAME=VALUE stands for one value of an option, NAME for
 # any but its default.
 ENGINE_CLASHES = (
-    ("adaptive", "k_schedule", "and both set how much is drafted"),
     ("tree", "least_confidence", "which ends chains"),
     ("tree", "verification", "which judges chains"),
     ("tree", "synthetic_acceptance", "which keeps drafts of a chain"),
@@ -27,7 +26,6 @@ CLASHES = (
     ("ngram", "draft", "and one of them drafts"),
     ("ngram", "versions", "and one of them drafts"),
     ("tree", "suffix", "which copies chains"),
-    ("k", "k_schedule", "which sets how much is drafted"),
     ("heterogeneous_vocab", "versions", FIXED_IDS),
     ("heterogeneous_vocab", "learn", FIXED_IDS),
     ("seed", "versions", REPEATED),

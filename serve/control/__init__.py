@@ -1,7 +1,7 @@
 """Number of tokens to draft.
 
 Files in reading order:
-- `control`: fixed, by batch size, or measured; temperature of drafting
+- `control`: fixed or measured; temperature of drafting
 - `estimates`: time of a round by k, and survival of drafts by class
 - `auto`: k, or trees, by measured throughput
 

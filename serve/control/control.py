@@ -1,5 +1,5 @@
-"""Number of tokens to draft: fixed, by batch size, or by measurements while serving (`auto.py`);
-and the temperatures that drafts are drawn at. Torch-free.
+"""Number of tokens to draft: fixed, or by measurements while serving (`auto.py`); and the
+temperatures that drafts are drawn at. Torch-free.
 
 What is chosen here is chosen before anything of the round is drawn (invariant 4), so it cannot
 change the distribution of the output. It does change which random numbers decide a position: token
@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from draftsmith.errors import UserError
 from draftsmith.serve.sampling.params import SamplingParams
 
 MAX_K = 64
@@ -106,45 +104,6 @@ class FixedControl:
 
     def new_draft(self) -> None:
         return
-
-
-class ScheduleStep(NamedTuple):
-    batch: int  # from this many deciding rows on
-    k: int
-
-
-class ScheduledControl(FixedControl):
-    """k by batch size, ascending steps; a request's own k stays a cap."""
-
-    def __init__(self, steps: Sequence[ScheduleStep]):
-        self.steps = steps
-
-    def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
-        k = next(
-            (step.k for step in reversed(self.steps) if step.batch <= len(budgets)), self.steps[0].k
-        )
-        return RoundPlan([min(k, budget.most) for budget in budgets])
-
-
-def parse_schedule(text: str) -> list[ScheduleStep]:
-    """`"1:5,8:3,32:0"`: from 1 row on 5 tokens, from 8 on 3, from 32 on none."""
-    steps = []
-    for part in text.split(","):
-        batch, separator, k = part.partition(":")
-        if not (separator and batch.strip().isdecimal() and k.strip().isdecimal()):
-            raise UserError(
-                f"k_schedule has {part!r}; write BATCH:K pairs, for example 1:5,8:3,32:0"
-            )
-        steps.append(ScheduleStep(int(batch), int(k)))
-    batches = [step.batch for step in steps]
-    if batches[0] < 1 or any(low >= high for low, high in pairwise(batches)):
-        raise UserError(
-            f"k_schedule is {text!r}; its batch sizes must rise from at least 1, for example "
-            "1:5,8:3,32:0"
-        )
-    if max(step.k for step in steps) > MAX_K:
-        raise UserError(f"k_schedule is {text!r}; at most {MAX_K} tokens can be drafted a round")
-    return steps
 
 
 def draft_temperatures(params: Sequence[SamplingParams], *, greedy: bool) -> list[float] | None:

@@ -28,7 +28,7 @@ from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.config_checks import configured_tree
 from draftsmith.serve.control.auto import AutoControl, TreeControl
-from draftsmith.serve.control.control import Control, FixedControl, ScheduledControl, parse_schedule
+from draftsmith.serve.control.control import Control, FixedControl
 from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.engine import EngineCore
@@ -211,8 +211,6 @@ def warn_of_positions(drafter: ServingDrafter | None, max_length: int) -> None:
 
 
 def control_of(config: EngineConfig) -> Control:
-    if config.k_schedule is not None:
-        return ScheduledControl(parse_schedule(config.k_schedule))
     if not config.adaptive:
         return FixedControl()
     tree = configured_tree(config)

@@ -35,7 +35,6 @@ RECIPES = Path(__file__).parents[3] / "recipes" / "serve"
             {"least_confidence": 0.1, "tree": "auto"},
             "tree auto is given with least_confidence 0.1, which ends chains",
         ),
-        ({"adaptive": True, "k_schedule": "1:5"}, "adaptive is given with k_schedule 1:5"),
         ({"synthetic_acceptance": (0.5, NAN)}, "'synthetic_acceptance' is nan"),
         ({"synthetic_acceptance": ()}, "rates from 0 to 1"),
         (
@@ -53,7 +52,6 @@ def test_an_engine_is_not_made_of(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"k": "auto", "k_schedule": "1:5"}, "k auto is given with k_schedule 1:5"),
         ({"threads": 0}, "'threads' is 0"),
         ({"request_timeout_s": NAN}, "'request_timeout_s' is nan"),
         ({"poll_s": 0.0}, "'poll_s' is 0"),
@@ -95,7 +93,6 @@ def test_an_engine_is_not_made_of(options, words):
             "tree auto is given with suffix, which copies chains",
         ),
         ({"draft": "d", "k": "3", "tree": "auto"}, "k is 3 together with tree 'auto'"),
-        ({"draft": "d", "k": "3", "k_schedule": "1:5"}, "k 3 is given with k_schedule 1:5"),
         ({"ngram": True, "seed": 0, "learn": "b"}, "seed 0 is given with learn b"),
         ({"seed": 3, "versions": "v"}, "seed 3 is given with versions v"),
     ],

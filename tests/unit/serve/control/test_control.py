@@ -10,7 +10,6 @@ from functools import cache
 
 import pytest
 
-from draftsmith.errors import UserError
 from draftsmith.serve.control.auto import AutoControl, TreeControl
 from draftsmith.serve.control.control import (
     Control,
@@ -19,9 +18,6 @@ from draftsmith.serve.control.control import (
     RoundResult,
     RowBudget,
     RowResult,
-    ScheduledControl,
-    ScheduleStep,
-    parse_schedule,
 )
 from draftsmith.serve.control.estimates import RoundTimes, Survival
 
@@ -267,14 +263,6 @@ def test_a_requests_own_k_is_a_cap_and_zero_means_zero() -> None:
     assert FixedControl().choose([RowBudget("", 2), RowBudget("", 8)], 2).ks == [2, 8]
 
 
-def test_a_schedule_goes_by_batch_size() -> None:
-    control = ScheduledControl(parse_schedule("1:5,8:3,32:0"))
-    assert control.steps == [ScheduleStep(1, 5), ScheduleStep(8, 3), ScheduleStep(32, 0)]
-    for batch, k in ((1, 5), (7, 5), (8, 3), (31, 3), (32, 0), (300, 0)):
-        assert control.choose([RowBudget("", 9)] * batch, batch).ks == [k] * batch
-    assert control.choose([RowBudget("", 2)], 1).ks == [2]
-
-
 @pytest.mark.parametrize(("draft_ms", "pays"), [(3.9, False), (1.2, True)])
 def test_a_prompt_in_a_round_makes_drafts_no_cheaper(draft_ms: float, pays: bool) -> None:
     """Beside 4 ms for a prompt a draft of 3.9 ms is a small part of the round, and still brings
@@ -460,12 +448,6 @@ def test_the_class_that_was_quiet_for_longest_is_forgotten() -> None:
     unknown = survival.chances("unknown", 2)
     assert survival.chances("class 0", 2) == unknown
     assert survival.chances("class 1999", 1)[0] > unknown[0] + 0.2
-
-
-@pytest.mark.parametrize("text", ["", "5", "1:5,", "8:3,1:5", "0:1", "1:x", "1:65", "1:5,1:3"])
-def test_a_schedule_that_says_nothing_clear_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="k_schedule"):
-        parse_schedule(text)
 
 
 class Guessing:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from draftsmith.config import build
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.control.control import FixedControl, RoundPlan, RowBudget
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.stand_in_drafts import Offering
 
 PROMPTS = [[5 + i, 60, 7, 200, 9, 33] for i in range(4)]
+TEXT = PROMPTS[0]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 
@@ -39,6 +42,30 @@ def run(engine: EngineCore, params: SamplingParams = GREEDY) -> tuple[list[list[
         engine.step()
     engine.scheduler.control.choose = choose
     return [request.output for request in requests], planned
+
+
+class ByRows(FixedControl):
+    """k by the number of rows: that of one row, of two, and so on; the last is of more too."""
+
+    def __init__(self, *ks: int):
+        self.ks = ks
+
+    def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
+        k = self.ks[min(len(budgets), len(self.ks)) - 1]
+        return RoundPlan([min(k, budget.most) for budget in budgets])
+
+
+def by_rows(
+    target: Target, drafter: ServingDrafter, *ks: int, compile: str = "off", **options: Any
+) -> EngineCore:
+    engine = build_engine(target, drafter, EngineConfig(k=max(3, *ks), compile=compile, **options))
+    engine.scheduler.control = ByRows(*ks)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def head(target: Target) -> Eagle3:
+    return Eagle3.create(Eagle3Options(), target, seed=1).eval()
 
 
 class Slow(Offering):
@@ -67,12 +94,10 @@ def test_a_draft_that_never_pays_is_left(
 
 
 def test_an_untrained_head_drafts_again_after_rounds_without_it(
-    target: Target, greedy_text: Callable
+    target: Target, head: Eagle3, greedy_text: Callable
 ) -> None:
-    """k goes up and down by a schedule of the batch as requests end; what was not drafted is read
-    later."""
-    drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
-    engine = build_engine(target, drafter, EngineConfig(k=5, k_schedule="1:5,2:2,3:0"))
+    """k goes up and down with the batch as requests end; what was not drafted is read later."""
+    engine = by_rows(target, head, 5, 2, 0, compile="auto")
     params = [
         SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (40, 30, 10, 12)
     ]
@@ -108,11 +133,6 @@ def test_k_on_the_command_line(given: dict[str, str], k: int, adaptive: bool) ->
     assert (config.k, config.adaptive) == (k, adaptive)
 
 
-def test_a_schedule_on_the_command_line_says_the_most_too() -> None:
-    config = ServeConfig(target="t", k_schedule="1:5,8:3,32:0").engine_config()
-    assert config.k == 5 and config.k_schedule == "1:5,8:3,32:0"
-
-
 @pytest.mark.parametrize("k", ["many", "-1", "1.5", ""])
 def test_a_k_that_is_no_number_is_refused(k: str) -> None:
     with pytest.raises(UserError, match="auto"):
@@ -134,3 +154,71 @@ def test_k_auto_grows_whole_trees_or_none(target: Target) -> None:
     )
     # Fewer where an answer ends; a draft of random weights pays nowhere, so most rounds have none.
     assert engine.stats.rounds_by_k[0] > engine.stats.rounds_by_k[6] > 0
+
+
+def test_taps_of_a_text_nobody_drafts_do_not_pile_up(
+    target: Target, head: Eagle3, greedy_text: Callable
+) -> None:
+    engine = by_rows(target, head, 0)
+    engine.committer.most_kept = 10
+    request = engine.submit(TEXT, GREEDY)
+    kept = []
+    while engine.busy:
+        engine.step()
+        kept.append(sum(len(tap) for tap in request.draft.taps))
+    assert max(kept) <= len(TEXT) + 11 and kept[-2] == 0
+    assert request.output == greedy_text(TEXT, 60)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_text_nobody_drafted_for_long_is_read_again_when_drafts_are_wanted(
+    prefix_cache: bool, target: Target, head: Eagle3, greedy_text: Callable
+) -> None:
+    engine = by_rows(target, head, 3, 3, 0, prefix_cache=prefix_cache)
+    engine.committer.most_kept = 10
+    prompts = [TEXT, TEXT[1:], TEXT[2:]]
+    first, second, _ = (
+        engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True))
+        for prompt, n in zip(prompts, (60, 60, 20), strict=True)
+    )
+    readings = set()
+    while engine.busy:
+        engine.step()
+        readings.add(first.num_preemptions + second.num_preemptions)
+    for request in (first, second):
+        assert (
+            request.k == 3
+            and request.num_preemptions == 1
+            and sum(request.speculation.offered) > 30
+        )
+    assert readings == {0, 1, 2}, "one at a time"
+    assert [request.output for request in (first, second)] == [
+        greedy_text(prompt, 60) for prompt in prompts[:2]
+    ]
+    assert not engine.stats.fallbacks
+
+
+def test_a_text_is_not_read_again_for_its_last_tokens_or_when_its_place_is_at_risk(
+    target: Target, head: Eagle3
+) -> None:
+    for most, num_blocks in ((23, None), (60, 22)):
+        engine = by_rows(target, head, 3, 0, block_size=4, num_blocks=num_blocks, max_length=84)
+        engine.committer.most_kept = 10
+        long = engine.submit(
+            TEXT * 2, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+        )
+        short = engine.submit(TEXT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        while not short.finished:
+            engine.step()
+        assert long.draft.lost_taps
+        if num_blocks is not None:
+            # Nothing is free but what it holds itself.
+            assert engine.scheduler.blocks.grow(long.blocks, long.num_tokens + 12)
+            engine.scheduler.blocks.grow([], 4 * engine.scheduler.blocks.num_free)
+            for _ in range(3):
+                engine.step()
+            assert long in engine.scheduler.running and long.num_preemptions == 0
+            continue
+        while engine.busy:
+            engine.step()
+        assert long.num_preemptions == 0 and long.speculation.offered == []
