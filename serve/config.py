@@ -15,7 +15,6 @@ from draftsmith.config import (
     PORT,
     POSITIVE,
     SECONDS,
-    SHARE,
     Limits,
     option,
 )
@@ -80,15 +79,8 @@ TREE_HELP = (
 CONFIDENCE_HELP = (
     "end a chain where the product of the draft's largest probabilities falls below this; 0: never"
 )
-VERIFICATIONS = ("chain", "block", "typical")
-VERIFICATION_HELP = (
-    "how a chain's drafts are verified: one by one, together (keeps more), or by typical "
-    "acceptance (LOSSY)"
-)
-SYNTHETIC_HELP = (
-    "keep drafts at these rates by position whatever they are: for sizing only, the text is "
-    "meaningless (LOSSY)"
-)
+VERIFICATIONS = ("chain", "block")
+VERIFICATION_HELP = "how a chain's drafts are verified: one by one, or together (keeps more)"
 SEED_HELP = (
     "makes the answers to requests without a seed repeat after a restart, for tests; default: a "
     "new one at each start"
@@ -108,7 +100,6 @@ class SpeculationOptions:
 
     least_confidence: float = option(0.0, CONFIDENCE_HELP, limits=BELOW_1)
     verification: str = option("chain", VERIFICATION_HELP, choices=VERIFICATIONS)
-    synthetic_acceptance: tuple[float, ...] | None = option(None, SYNTHETIC_HELP, limits=SHARE)
     draft_sampling: str = option(
         "sampled",
         "drafts are drawn from the draft's distribution, or its likeliest tokens",

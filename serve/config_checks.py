@@ -16,8 +16,6 @@ from draftsmith.serve.config import EngineConfig, ServeConfig
 ENGINE_CLASHES = (
     ("tree", "least_confidence", "which ends chains"),
     ("tree", "verification", "which judges chains"),
-    ("tree", "synthetic_acceptance", "which keeps drafts of a chain"),
-    ("verification", "synthetic_acceptance", "which verifies no draft"),
 )
 FIXED_IDS = "which trains a draft over the target's ids"
 REPEATED = "and a draft that learned from answers which a restart repeats would bias them"
@@ -49,8 +47,6 @@ NEEDS = {
 def check_engine(config: EngineConfig) -> None:
     check_limits(config)
     _check_clashes(config, ENGINE_CLASHES)
-    if config.synthetic_acceptance == ():
-        raise UserError("synthetic_acceptance is empty; give rates from 0 to 1, one per position")
 
 
 def configured_tree(config: EngineConfig) -> TreeShape | None:

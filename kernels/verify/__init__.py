@@ -16,7 +16,6 @@ Files in reading order:
 - `tree_race_triton`: the token that a tree's walk ends with
 - `rows_triton`: rows of logits as distributions inside Triton kernels
 - `race_triton`: the race for the token of a chain's or block's deciding row
-- `lossy`: rules that change the output distribution, labelled so
 
-Other chapters import `chain`, `block`, `tree`, `verdict` and `lossy`.
+Other chapters import `chain`, `block`, `tree` and `verdict`.
 """

@@ -48,7 +48,6 @@ class AuditClient:
     http: httpx.Client
     model: str
     concurrency: int = 8
-    declared_lossy: bool = False  # by the server itself, in /v1/models
     # a request can switch speculation off and ask for a report of its rounds: draftsmith alone
     controls_rounds: bool = False
     # the most tokens that a round may keep; None where the server does not report it
@@ -83,7 +82,6 @@ class AuditClient:
             listed = http.get("/v1/models").raise_for_status().json()["data"]
             client = cls(http, model or listed[0]["id"], config.concurrency)
             entries = [entry for entry in listed if entry["id"] == client.model]
-            client.declared_lossy = any(entry.get("lossless") is False for entry in entries)
             client.controls_rounds = any(entry.get("owned_by") == "draftsmith" for entry in entries)
             client.draft_depth = next((entry.get("max_draft_depth") for entry in entries), None)
             client.max_length = next((entry.get("max_model_len") for entry in entries), None)

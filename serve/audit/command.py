@@ -122,7 +122,7 @@ def audit_server(
     say(f"asking {config.url} for {config.contexts} contexts")
     contexts = make_contexts(client, config)
     before = client.counters()
-    checks = [*declared(client), *greedy_checks(config, client, plain, distributions, contexts)]
+    checks = list(greedy_checks(config, client, plain, distributions, contexts))
     checks += together_checks(config, client, distributions, contexts)
     if config.temperature > 0:
         # Drafts of greedy text are no evidence about sampled text.
@@ -202,16 +202,6 @@ def _witness(config: AuditConfig, plain: AuditClient | None) -> str:
         "the server has no switch for speculation"
         if plain is None
         else "plain decoding is this server's with speculation off"
-    )
-
-
-def declared(client: AuditClient) -> list[Check]:
-    """Failed check of a server that declares itself lossy: no statistics could outweigh that."""
-    said = "by its own API, answers need not have the target's distribution"
-    return (
-        [Check(name="the server's own declaration", kind="check", passed=False, said=said)]
-        if client.declared_lossy
-        else []
     )
 
 

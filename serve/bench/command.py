@@ -73,8 +73,6 @@ def run(config: BenchConfig) -> int:
             urls[tree] = servers.enter_context(server)
         cases, cost = asyncio.run(measure(config, urls, prompts))
     refused = check_refused(cases)
-    if config.synthetic_acceptance is not None:
-        print("synthetic acceptance: speeds are for sizing, the text means nothing")
     found = [figures(case, goal=goal_of(config.goodput), draft_cost=cost) for case in cases]
     shown = table(found)
     print(shown)
@@ -170,7 +168,7 @@ def check(config: BenchConfig) -> None:
         raise missing("bench --png", "matplotlib", "train")
     check_draft_options(config)
     if config.target is None:
-        more = ("synthetic_acceptance", "max_length", "tree")
+        more = ("max_length", "tree")
         of_started = [
             *pair_options(config),
             *(name for name in more if vars(config)[name] not in (None, [])),
@@ -181,11 +179,6 @@ def check(config: BenchConfig) -> None:
             )
     for tree in config.tree:
         parse_tree(tree)
-    if config.tree and config.synthetic_acceptance is not None:
-        raise UserError(
-            "tree is given with synthetic_acceptance, which keeps drafts of a chain; leave one of "
-            "them out"
-        )
     goal_of(config.goodput)
 
 
@@ -301,11 +294,6 @@ def server_arguments(config: BenchConfig, tree: str = CHAIN) -> list[str]:
         arguments += ["--suffix-max-cached-requests", "0"]
     if tree != CHAIN:
         arguments += ["--tree", tree]
-    if config.synthetic_acceptance is not None:
-        arguments += [
-            "--synthetic-acceptance",
-            *(str(rate) for rate in config.synthetic_acceptance),
-        ]
     if config.max_length is not None:
         arguments += ["--max-length", str(config.max_length)]
     return arguments

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.client import API_KEY_HELP
-from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, SHARE, Limits, option
+from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Limits, option
 from draftsmith.drafters.config import Pair
 from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
 from draftsmith.serve.config import LookupOptions
@@ -81,12 +81,6 @@ class BenchConfig(SuiteOptions, ServedPair):
     goodput: list[str] = option(
         factory=list,
         help="latencies in ms that a good answer keeps, for example ttft:200 tpot:50 e2el:5000",
-    )
-    synthetic_acceptance: list[float] | None = option(
-        None,
-        "let the started server keep drafts at these rates by position: sizing, the text is "
-        "meaningless",
-        limits=SHARE,
     )
     repeats: int = option(3, "passes over the prompts, modes taking turns", limits=AT_LEAST_1)
     model: str | None = option(None, "model name; default: the first one that the server lists")

@@ -38,7 +38,7 @@ from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Scheduler
-from draftsmith.serve.engine.verify import rule_name, rule_of
+from draftsmith.serve.engine.verify import RULES, rule_name
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.request import LIVE
 from draftsmith.serve.stats import EngineStats
@@ -126,7 +126,7 @@ def build_engine(
         proposer=proposer,
         runner=runner,
         draft_graphs=draft_graphs,
-        rule=rule_of(config, trees=tree is not None),
+        rule=RULES[rule],
         recorder=recorder,
         adapters=names,
         outputs=outputs,

@@ -118,11 +118,6 @@ class EngineCore:
             raise UserError(f"k is {k}; give at least 0 and at most {MAX_K}")
         if k > 0 and self.drafter is None:
             raise UserError(f"k is {k} but there is no drafter; give 0")
-        if k > 0 and request.params.k == 0 and not self.lossless:
-            raise UserError(
-                f"k is {k} for a request that began without drafts on a lossy server, and its "
-                "answer is labelled lossless; give 0"
-            )
 
     def set_k(self, request: Request, k: int) -> None:
         """Change the draft length of a request from its next round on; 0 stops drafting."""
@@ -153,15 +148,6 @@ class EngineCore:
         """Most drafted tokens that a round offers, unless a request asks for more: the nodes of a
         tree."""
         return 0 if self.drafter is None else self.inputs.k
-
-    @property
-    def lossless(self) -> bool:
-        """True when answers have the target's distribution: typical or synthetic acceptance changes
-        it."""
-        keeps_distribution = (
-            self.config.verification != "typical" and self.config.synthetic_acceptance is None
-        )
-        return keeps_distribution or self.drafter is None
 
     @property
     def busy(self) -> bool:

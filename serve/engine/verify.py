@@ -9,7 +9,6 @@ its newest committed token, the root.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,9 +20,8 @@ from draftsmith.kernels.dispatch import Reading, sent
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_logits
-from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy
-from draftsmith.kernels.verify.verdict import DraftTree, Verdict
+from draftsmith.kernels.verify.verdict import DraftTree
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.proposal import Drafted, RoundProposal
 from draftsmith.serve.engine.round import PassOutput, RowSampling, VerifyOutput
@@ -39,17 +37,7 @@ Rule = Callable[[torch.Tensor, RoundProposal | None, RowSampling], torch.Tensor]
 
 def rule_name(config: EngineConfig, *, trees: bool) -> str:
     """Rule of the engine's rounds, as their records name it."""
-    if config.synthetic_acceptance is not None:
-        return "synthetic"
     return "tree" if trees else config.verification
-
-
-def rule_of(config: EngineConfig, *, trees: bool) -> Rule:
-    """Rule of the engine's rounds."""
-    if config.synthetic_acceptance is not None:
-        rates = config.synthetic_acceptance
-        return partial(_judged, partial(verify_synthetic, rates=rates))
-    return RULES[rule_name(config, trees=trees)]
 
 
 def by_chain(
@@ -66,15 +54,11 @@ def by_block(
     # Without distributions, and of greedy rows, a block is a chain.
     if proposal is None or proposal.logits is None or sampling.all_greedy:
         return by_chain(logits, proposal, sampling)
-    return _judged(verify_block, logits, proposal, sampling)
-
-
-def by_typical(
-    logits: torch.Tensor, proposal: RoundProposal | None, sampling: RowSampling
-) -> torch.Tensor:
-    """Lossy, but for greedy rows."""
-    judge = by_chain if sampling.all_greedy else partial(_judged, verify_typical)
-    return judge(logits, proposal, sampling)
+    tokens, lengths, q_logits, held = proposal.drafts.padded(len(sampling.params))
+    p_logits = process(logits, sampling.repeated(proposal.sizes))
+    streams = sampling.seeds, sampling.positions
+    verdict = verify_block(p_logits, tokens, lengths, q_logits, *streams, sizes=held)
+    return torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
 
 
 def by_tree(
@@ -99,28 +83,7 @@ def by_tree(
     return torch.cat([verdict.accepted[:, None], verdict.tokens, verdict.nodes], dim=1)
 
 
-RULES: dict[str, Rule] = {
-    "chain": by_chain,
-    "block": by_block,
-    "typical": by_typical,
-    "tree": by_tree,
-}
-
-
-def _judged(
-    verify: Callable[..., Verdict],
-    logits: torch.Tensor,
-    proposal: RoundProposal | None,
-    sampling: RowSampling,
-) -> torch.Tensor:
-    """Verification by a rule of `kernels/verify` that takes processed logits."""
-    if proposal is None:
-        return by_chain(logits, None, sampling)
-    tokens, lengths, q_logits, held = proposal.drafts.padded(len(sampling.params))
-    p_logits = process(logits, sampling.repeated(proposal.sizes))
-    streams = sampling.seeds, sampling.positions
-    verdict = verify(p_logits, tokens, lengths, q_logits, *streams, sizes=held)
-    return torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
+RULES: dict[str, Rule] = {"chain": by_chain, "block": by_block, "tree": by_tree}
 
 
 def adjusted(

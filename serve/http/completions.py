@@ -90,8 +90,6 @@ def response_options(server: Server, body: Generation) -> ResponseOptions:
         prompt_logprobs=body.prompt_logprobs,
         prompt_only=body.most_tokens() == 0,
         reasoning=not isinstance(body, ChatRequest) or body.include_reasoning is not False,
-        # A request without drafts has the target's distribution on any server.
-        lossless=server.loop.engine.lossless or body.speculation.k == 0,
         usage=stream is not None and bool(stream.include_usage),
         running_usage=stream is not None and bool(stream.continuous_usage_stats),
     )

@@ -29,8 +29,6 @@ from draftsmith.serve.http.streams import drafting_state
 from draftsmith.serve.http.tokens import encode
 from draftsmith.version import __version__
 
-# of /health, where answers need not have the target's distribution
-LOSSLESS_HEADER = "x-draftsmith-lossless"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 METRICS_DOCUMENT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -45,8 +43,7 @@ def add_service_endpoints(app: FastAPI, server: Server) -> None:
     @app.get("/ping", response_class=Response, responses=HEALTH_DOCUMENT, operation_id="ping")
     @app.get("/health", response_class=Response, responses=HEALTH_DOCUMENT)
     async def health() -> Response:
-        lossy = {} if server.loop.engine.lossless else {LOSSLESS_HEADER: "false"}
-        return Response(status_code=200 if server.loop.healthy else 503, headers=lossy)
+        return Response(status_code=200 if server.loop.healthy else 503)
 
     @app.get("/version", responses=documented(200, model=VersionBody))
     async def version() -> dict[str, str]:
@@ -86,7 +83,7 @@ def _model(server: Server, name: str) -> dict[str, Any]:
         engine.max_draft_depth,
         engine.max_draft_tokens,
     )
-    return entry if engine.lossless else entry | {"lossless": False}
+    return entry
 
 
 MOST_DECODED = 2**16  # tokens of a request, where the context is shorter

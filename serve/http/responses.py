@@ -31,7 +31,6 @@ class ResponseOptions(NamedTuple):
     prompt_only: bool = False  # and there is nothing else
     prompt_logprobs: int | None = None  # alternatives to each token of the prompt
     reasoning: bool = True  # the answer has its reasoning too
-    lossless: bool = True  # answers have the target's distribution
     usage: bool = False  # a stream ends with the usage
     running_usage: bool = False  # and every chunk has it
 
@@ -60,9 +59,7 @@ class Responder(ABC):
         self.texts = TokenTexts(self.vocabulary)
 
     def head(self, kind: str) -> Body:
-        # An answer that need not have the target's distribution is labelled.
-        label = {} if self.options.lossless else {"lossless": False}
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model} | label
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def body(self, requests: Sequence[Request]) -> Body:
         choices = [

@@ -117,7 +117,6 @@ class ResponseBody(BaseModel):
     top_p: float
     truncation: str
     usage: ResponseUsage
-    lossless: bool | None = None
     metrics: RequestMetrics | None = None
 
 
@@ -187,35 +186,31 @@ class ResponsesResponder(Responder):
             status = "completed" if _is_whole(request) else "incomplete"
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         known = asked.model_dump(exclude_none=True, by_alias=True)
-        return (
-            {
-                "id": self.id,
-                "object": "response",
-                "created_at": self.created,
-                "completed_at": int(time.time()) if status == "completed" else None,
-                "status": status,
-                "error": None,
-                "incomplete_details": cut,
-                "instructions": asked.instructions,
-                "max_output_tokens": asked.max_output_tokens,
-                "metadata": asked.metadata or {},
-                "model": self.model,
-                "output": self.items.items if request is not None else [],
-                "parallel_tool_calls": asked.parallel_tool_calls is not False,
-                "previous_response_id": None,
-                "reasoning": {"effort": None, "summary": None} | known.get("reasoning", {}),
-                "store": False,
-                "temperature": 1.0 if asked.temperature is None else asked.temperature,
-                "text": {"format": {"type": "text"}} | known.get("text", {}),
-                "tool_choice": known.get("tool_choice", "auto"),
-                "tools": known.get("tools", []),
-                "top_p": 1.0 if asked.top_p is None else asked.top_p,
-                "truncation": "disabled",
-                "usage": None if request is None else self._response_usage(request),
-            }
-            | ({} if self.options.lossless else {"lossless": False})
-            | ({} if request is None else self.metrics([request]))
-        )
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": self.model,
+            "output": self.items.items if request is not None else [],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None} | known.get("reasoning", {}),
+            "store": False,
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "text": {"format": {"type": "text"}} | known.get("text", {}),
+            "tool_choice": known.get("tool_choice", "auto"),
+            "tools": known.get("tools", []),
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "truncation": "disabled",
+            "usage": None if request is None else self._response_usage(request),
+        } | ({} if request is None else self.metrics([request]))
 
     def _response_usage(self, request: Request) -> Body:
         return {

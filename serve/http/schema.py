@@ -173,7 +173,6 @@ class Model(BaseModel):
     max_model_len: int
     max_draft_depth: int
     max_draft_tokens: int
-    lossless: bool | None = None
 
 
 class ModelList(BaseModel):

@@ -122,8 +122,6 @@ def facts(
 ) -> Iterator[tuple[str, str, str]]:
     """Label, text and mark of each."""
     stats, scheduler = engine.stats, engine.scheduler
-    if not engine.lossless:
-        yield "LOSSY", "answers need not have the target's distribution", ALARM
     family = "no drafter" if engine.drafter is None else engine.drafter.family
     yield "draft", f"{family} {stats.draft_version or '-'}, up {lasted(started_s)}", PLAIN
     load = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting, cache "

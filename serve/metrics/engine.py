@@ -188,12 +188,6 @@ class EngineCollector(Collector):
             "k",
             by_k,
         )
-        lossless = float(self.engine.lossless)
-        yield self._gauge(
-            "draftsmith_lossless",
-            "0 when drafts are verified by typical or synthetic acceptance, which changes answers.",
-            lossless,
-        )
         yield self._gauge(
             "draftsmith_adaptive",
             "1 where --k auto chooses how much is drafted.",

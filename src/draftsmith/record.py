@@ -174,7 +174,7 @@ class SharedFields:
     min_p: float = 0.0
     share: float = 1.0  # the chance with which its request was chosen to be recorded
     # how `drafted` was verified: "chain", "block", "tree" (of whose nodes the kept path and the
-    # first rejected one are recorded), "typical" or "synthetic" (both lossy); "" where not known
+    # first rejected one are recorded), or a lossy rule of another engine; "" where not known
     rule: str = ""
     engine: str = ""  # name of the engine, for a buffer of several; "" when it has none
     # choice of `drafted`: "probabilistic" (drawn from the draft's distribution under the request's

@@ -44,7 +44,6 @@ def test_a_pair_that_does_well(target: Target, live_server: Callable, ask: Calla
     for check in (
         "server.health",
         "server.traffic",
-        "drafting.lossless",
         "drafting.fallbacks",
     ):
         assert findings[check]["status"] == "ok", findings[check]

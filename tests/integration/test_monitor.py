@@ -235,7 +235,7 @@ def test_the_audit_of_a_buffer_of_several_names_the_engine_that_is_wrong(
     ("change", "note"),
     [
         ({"rule": ""}, "rounds of rule unknown"),
-        ({"rule": "typical"}, "rounds of rule typical"),
+        ({"rule": "synthetic"}, "rounds of rule synthetic"),
         ({"seeded": True}, "records of seeded requests"),
         ({"p": [], "q": []}, "rounds without distributions"),
     ],

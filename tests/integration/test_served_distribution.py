@@ -538,7 +538,6 @@ MISTAKES = {
     "a penalty left out": Mistake(Way("nearer", {"k": 3}, "penalties"), plant=unpenalised),
 }  # fmt: skip
 LATER_MISTAKES = {
-    "typical acceptance": Mistake(Way("near", {"verification": "typical", "draft_sampling": "greedy"})),
     "nodes that see each other": Mistake(Way("near trees", SAMPLED, "top-k, longer"), plant=blind, num_samples=FEW_SAMPLES),
     "keys left where they were": Mistake(Way("near trees", SAMPLED, "top-k, longer"), plant=unmoved, num_samples=4096),
     "several drafts mixed up": Mistake(Way("unlike eagle3", SWAPPED, "few tokens", swapped="eagle3"), plant=mixed_up, num_samples=4096),

@@ -13,8 +13,7 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
-from draftsmith.serve.command import check
-from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.integration.served import (
@@ -164,7 +163,5 @@ def test_who_grows_no_trees_is_refused(load: Callable[[str], Target]) -> None:
             make("mtp", load("llama")),
             EngineConfig(tree="dynamic", verification="block"),
         )
-    with pytest.raises(UserError, match="drafts of a chain"):
-        check(ServeConfig(target="t", draft="d", tree="auto", synthetic_acceptance=(0.5,)))
     with pytest.raises(UserError, match="tree is 'round'"):
         build_engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="round"))

@@ -70,7 +70,7 @@ def check_metrics(scrape: Scrape) -> list[Finding]:
         return [warn("server.traffic", "no token was generated in this time", mend)]
     finished = scrape.total("vllm:request_success_total")
     seen = ok("server.traffic", f"{finished:.0f} requests ended, {tokens:.0f} tokens generated")
-    return [seen, check_lossless(scrape), *check_fallbacks(scrape), *check_drafting(scrape)]
+    return [seen, *check_fallbacks(scrape), *check_drafting(scrape)]
 
 
 def check_drafting(scrape: Scrape) -> list[Finding]:
@@ -86,17 +86,6 @@ def check_drafting(scrape: Scrape) -> list[Finding]:
         return [warn("drafting.used", what, mend)]
     seen = f"draft version {version}, {rounds:.0f} rounds with drafts, counted per request"
     return [ok("drafting.used", seen), check_acceptance(scrape, version), check_payoff(scrape)]
-
-
-def check_lossless(scrape: Scrape) -> Finding:
-    if scrape.total("draftsmith_lossless") == 1:
-        return ok("drafting.lossless", "answers have the target's distribution")
-    what = "typical or synthetic acceptance changes the target's distribution"
-    return warn(
-        "drafting.lossless",
-        what,
-        "serve with --verification chain or block and without --synthetic-acceptance",
-    )
 
 
 def check_fallbacks(scrape: Scrape) -> list[Finding]:

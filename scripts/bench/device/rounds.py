@@ -18,6 +18,9 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
+from draftsmith.serve.engine.proposal import RoundProposal
+from draftsmith.serve.engine.round import RowSampling
+from draftsmith.serve.engine.verify import Rule, by_chain
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import PHASES
@@ -103,10 +106,11 @@ def measure(
         max_batch=max(work.streams),
         max_length=work.prompt + (K + 1) * rounds_ahead + 8,
         prefix_cache=False,
-        synthetic_acceptance=rates,
     )
     begun_s = time.perf_counter()
     engine = build_engine(target, draft, config)
+    if rates is not None:
+        engine.rule = kept_at(torch.tensor(rates, device=target.device))
     warm_up(engine)
     report.note(item, **{f"{prefix}warm_up_s": round(time.perf_counter() - begun_s, 2)})
     for temperature in work.temperatures:
@@ -116,6 +120,23 @@ def measure(
     if torch.cuda.is_available():
         report.note(item, **{f"{prefix}peak_bytes": torch.cuda.max_memory_allocated()})
         torch.cuda.reset_peak_memory_stats()
+
+
+def kept_at(rates: torch.Tensor) -> Rule:
+    """Verification of one greedy stream that keeps drafts with these chances by depth, [K]."""
+
+    def rule(
+        logits: torch.Tensor, proposal: RoundProposal | None, sampling: RowSampling
+    ) -> torch.Tensor:
+        if proposal is not None:
+            size = min(proposal.sizes[0], len(rates))
+            kept = torch.rand_like(rates[:size]) < rates[:size]
+            depths = torch.arange(size, device=rates.device)
+            found = torch.where(kept, 1e4, -1e4).to(logits.dtype)
+            logits[depths, proposal.tokens[0, :size]] = found
+        return by_chain(logits, proposal, sampling)
+
+    return rule
 
 
 def rounds(engine: EngineCore, work: Work, streams: int, temperature: float) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def test_a_script_names_all_and_is_understood(
 ) -> None:
     assert main(["completion", shell]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in (*COMMANDS, "--synthetic-acceptance", "--config"))
+    assert all(name in text for name in (*COMMANDS, "--least-confidence", "--config"))
     if shell == "bash":
         done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")

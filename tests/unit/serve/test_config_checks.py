@@ -35,12 +35,6 @@ RECIPES = Path(__file__).parents[3] / "recipes" / "serve"
             {"least_confidence": 0.1, "tree": "auto"},
             "tree auto is given with least_confidence 0.1, which ends chains",
         ),
-        ({"synthetic_acceptance": (0.5, NAN)}, "'synthetic_acceptance' is nan"),
-        ({"synthetic_acceptance": ()}, "rates from 0 to 1"),
-        (
-            {"synthetic_acceptance": (0.5,), "verification": "typical"},
-            "verification typical is given with synthetic",
-        ),
     ],
 )
 def test_an_engine_is_not_made_of(options, words):
@@ -121,8 +115,7 @@ def resolve(*words: str) -> ServeConfig:
 def test_a_server_is_the_same_by_flags_and_by_a_file(tmp_path):
     words = (
         "--target t --draft d --lora a=b c=d --k auto --max-length 99 --no-prefix-cache --learn b "
-        "--api-key x y --port 0 --fallback suffix --suffix-max-cached-requests 3 "
-        "--synthetic-acceptance 0.5"
+        "--api-key x y --port 0 --fallback suffix --suffix-max-cached-requests 3"
     )
     config, path = resolve(*words.split()), tmp_path / "serve.yaml"
     assert (config.api_key, config.max_length, config.prefix_cache) == (("x", "y"), 99, False)

@@ -242,7 +242,7 @@ def test_mixed_traffic_is_judged_record_by_record(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"sampler": "tempered"}, {"rule": "typical"}, {"draft_version": "1"}]
+    "changes", [{"sampler": "tempered"}, {"rule": "synthetic"}, {"draft_version": "1"}]
 )
 def test_rounds_that_alpha_does_not_predict_are_no_evidence_of_a_fault(
     world: World, changes: dict[str, str]

@@ -312,7 +312,7 @@ def test_a_greedy_token_that_is_not_the_argmax_is_a_violation_but_for_ties() -> 
     assert found.everything.greedy == 1 and found.left_out["greedy positions with a tie"] == 2
     (_, said) = found.look(stored([greedy(4, 0.1)]))
     assert "1 tokens that cannot stand" in said
-    assert Monitor(1e-9).look(stored([greedy(4, 0.1, rule="typical")])) == []
+    assert Monitor(1e-9).look(stored([greedy(4, 0.1, rule="synthetic")])) == []
 
 
 def test_a_token_that_filters_cut_is_a_violation() -> None:

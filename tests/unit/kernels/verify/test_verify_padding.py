@@ -14,7 +14,6 @@ import torch
 from draftsmith.kernels.sampling.random_streams import Purpose, sample_without_replacement
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.kernels.verify.lossy import verify_synthetic, verify_typical
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import DraftTree, Verdict
 
@@ -122,8 +121,6 @@ RULES: dict[str, Callable[..., Verdict]] = {
     "chain, triton": partial(verify_chain, impl="triton"),
     "block": partial(verify_block, impl="torch"),
     "block, triton": partial(verify_block, impl="triton"),
-    "typical": verify_typical,
-    "synthetic": partial(verify_synthetic, rates=(0.9, 0.5)),
 }
 
 

@@ -353,10 +353,6 @@ def test_every_drafting_mode_has_its_ratio() -> None:
     [
         ({"url": "x", "tree": ["dynamic"]}, "tree is for a server started here"),
         ({"target": "t", "tree": ["bush"]}, "tree is 'bush'"),
-        (
-            {"target": "t", "tree": ["dynamic"], "synthetic_acceptance": [0.5]},
-            "tree is given with synthetic_acceptance",
-        ),
     ],
 )
 def test_trees_that_cannot_be_measured(options: dict, words: str) -> None:

@@ -1,5 +1,5 @@
-"""How drafts are drawn, and what records and typical acceptance say of it; their distribution is
-held in `tests/integration/test_served_distribution.py`."""
+"""How drafts are drawn, and what records say of it; their distribution is held in
+`tests/integration/test_served_distribution.py`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.kernels.verify.lossy import verify_typical
 from draftsmith.record import RoundRecord, Sink
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import draft_temperatures
@@ -45,51 +43,6 @@ def make_engine(
         sink=sink,
         draft_version="1",
     )
-
-
-def test_typical_acceptance_says_that_it_is_lossy(target: Target, drafter: DraftLm) -> None:
-    assert make_engine(target, drafter).lossless
-    assert not make_engine(target, drafter, verification="typical").lossless
-    with pytest.raises(UserError, match="typical"):
-        make_engine(target, drafter, verification="typical", tree="sampled")
-
-
-def test_typical_acceptance_at_temperature_0_is_greedy(
-    target: Target, drafter: DraftLm, greedy_text: Callable[[list[int], int], list[int]]
-) -> None:
-    engine = make_engine(target, drafter, verification="typical")
-    prompts = [PROMPT, PROMPT[1:]]
-    greedy = [
-        engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True))
-        for prompt in prompts
-    ]
-    # A sampled row beside them, so that the batch does not take the greedy short cut.
-    engine.submit(PROMPT, SamplingParams(max_tokens=10, ignore_eos=True))
-    while engine.busy:
-        engine.step()
-    assert [request.output for request in greedy] == [greedy_text(prompt, 10) for prompt in prompts]
-
-
-def test_the_rule_of_typical_acceptance() -> None:
-    flat = torch.zeros(8)  # entropy log 8: a token is kept above min(0.09, 0.3 / 8)
-    peaked = torch.tensor([0.9, 0.05, *[0.05 / 6] * 6]).log()  # entropy 0.5: above min(0.09, 0.18)
-    p_logits = torch.stack([flat, peaked, peaked, flat, peaked])
-    tokens, lengths = torch.tensor([[3, 0], [5, -1]]), torch.tensor([2, 1])
-    verdict = verify_typical(
-        p_logits, tokens, lengths, None, torch.tensor([1, 2]), torch.tensor([4, 4])
-    )
-    assert verdict.accepted.tolist() == [2, 1]
-    assert verdict.tokens[0, :2].tolist() == [3, 0] and verdict.tokens[1, 0] == 5
-    assert (verdict.tokens[torch.arange(2), verdict.accepted] >= 0).all()
-    rejecting = verify_typical(
-        p_logits[1:3],
-        torch.tensor([[1]]),
-        torch.tensor([1]),
-        None,
-        torch.tensor([1]),
-        torch.tensor([4]),
-    )
-    assert rejecting.accepted.tolist() == [0]
 
 
 def test_greedy_drafts_are_the_drafts_likeliest_tokens(target: Target, drafter: DraftLm) -> None:

@@ -470,8 +470,6 @@ ROUNDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "logprobs": ({**SAMPLED, "logprobs": 2}, {}, 2),
     "block": (SAMPLED, {"verification": "block"}, 1),
     "greedy block": (GREEDY, {"verification": "block"}, 1),
-    "typical": (SAMPLED, {"verification": "typical"}, 1),
-    "synthetic": (SAMPLED, {"synthetic_acceptance": (0.7, 0.5)}, 1),
     "dynamic tree": (GREEDY, {"tree": "dynamic:nodes=6,depth=3,width=2"}, 1),
     "sampled dynamic tree": (SAMPLED, {"tree": "dynamic:nodes=6,depth=3,width=2"}, 1),
     "sampled tree": (SAMPLED, {"tree": "sampled:2x2"}, 1),
@@ -504,7 +502,7 @@ def test_a_round_of_each_kind_waits_so_often(name: str, both: Callable[..., Stan
     assert counted.count("wait") + counted.count("wait", drafting=True) == waits, events
     if options.get("verification") == "block" and values is SAMPLED:
         assert counted.launches["verify_block_triton"] == 1
-    elif waits == 1 and not options.keys() & {"tree", "verification", "synthetic_acceptance"}:
+    elif waits == 1 and not options.keys() & {"tree", "verification"}:
         assert counted.launches["verify_logits"] == 1
 
 

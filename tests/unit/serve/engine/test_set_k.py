@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -46,10 +45,8 @@ def test_k_of_a_running_answer_changes(
 
 
 def test_k_that_a_request_cannot_have(target: Target, fixed_drafter: Callable) -> None:
-    engine = build_engine(target, fixed_drafter(), replace(CONFIG, verification="typical"))
-    exact, other = (engine.submit(PROMPTS[0], replace(GREEDY, k=k)) for k in (0, None))
-    for request, k, words in ((exact, 2, "labelled lossless"), (other, 65, "at most 64")):
-        with pytest.raises(UserError, match=words):
-            engine.set_k(request, k)
-    engine.set_k(exact, 0)
-    engine.set_k(other, 64)
+    engine = build_engine(target, fixed_drafter(), CONFIG)
+    request = engine.submit(PROMPTS[0], GREEDY)
+    with pytest.raises(UserError, match="at most 64"):
+        engine.set_k(request, 65)
+    engine.set_k(request, 64)

@@ -62,7 +62,6 @@ def responder(kind: str, options: ResponseOptions) -> Responder:
         ResponseOptions(usage=True),
         ResponseOptions(usage=True, running_usage=True),
         ResponseOptions(token_ids=True),
-        ResponseOptions(lossless=False),
         ResponseOptions(echo=True),
         ResponseOptions(prompt_only=True),
     ],

@@ -34,9 +34,7 @@ def engine() -> Any:
     """What a source reads of an engine."""
     scheduler = SimpleNamespace(running=[], waiting=[], blocks=SimpleNamespace(usage=0.25))
     drafts = SimpleNamespace(canary_share=0.1)
-    return SimpleNamespace(
-        stats=EngineStats(), lossless=True, drafter=None, scheduler=scheduler, drafts=drafts
-    )
+    return SimpleNamespace(stats=EngineStats(), drafter=None, scheduler=scheduler, drafts=drafts)
 
 
 @pytest.fixture
@@ -93,11 +91,6 @@ def test_a_server_that_does_not_learn_has_nothing_to_tell(engine: Any, tmp_path:
         assert found["tables"] == [] and found["learner"] is None
         assert ("alarms", "0", "") in found["facts"]
         assert [text for name, text, _ in found["facts"] if name == "tau"] == ["-"]
-
-
-def test_a_lossy_server_says_so_first(engine: Any, told: Callable) -> None:
-    engine.lossless = False
-    assert told()["facts"][0][0] == "LOSSY" and told()["facts"][0][2] == "alarm"
 
 
 def test_seeded_traffic_is_a_fact(engine: Any, told: Callable) -> None:

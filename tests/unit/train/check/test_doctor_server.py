@@ -26,7 +26,6 @@ SOUND: dict[str, float] = {
     "vllm:request_queue_time_seconds_sum": 10,
     "vllm:request_queue_time_seconds_count": 200,
     "draftsmith_rounds_total": 5000,
-    "draftsmith_lossless": 1,
     'draftsmith_draft_version{version="7"}': 1,
     'draftsmith_reached_total{draft_version="6",position="0"}': 4000,
     'draftsmith_reached_total{draft_version="7",position="0"}': 5000,
@@ -140,7 +139,6 @@ TROUBLES: dict[str, tuple[dict[str, float], str, str, str]] = {
         "warn",
         "doctor",
     ),
-    "lossy": ({"draftsmith_lossless": 0}, "drafting.lossless", "warn", "--verification"),
 }
 
 
