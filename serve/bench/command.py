@@ -4,7 +4,6 @@ passes of one run, against a running server or one started for the time of the m
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import random
 import socket
 import subprocess
@@ -26,7 +25,7 @@ from draftsmith.client import with_key
 from draftsmith.config import check_limits, command_line, to_dict, without_login
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import parse_tree
-from draftsmith.errors import UserError, missing
+from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.progress import Progress, say
 from draftsmith.prompts.suites import (
@@ -44,7 +43,6 @@ from draftsmith.serve.bench.report import (
     by_task,
     cost_of,
     figures,
-    goal_of,
     markdown,
     ratios,
     speedups,
@@ -73,7 +71,7 @@ def run(config: BenchConfig) -> int:
             urls[tree] = servers.enter_context(server)
         cases, cost = asyncio.run(measure(config, urls, prompts))
     refused = check_refused(cases)
-    found = [figures(case, goal=goal_of(config.goodput), draft_cost=cost) for case in cases]
+    found = [figures(case, draft_cost=cost) for case in cases]
     shown = table(found)
     print(shown)
     record: dict[str, Any] = {
@@ -90,9 +88,6 @@ def run(config: BenchConfig) -> int:
         files.write_json(config.out, record | {"ratios": ratios(found)})
     if config.markdown is not None:
         files.write_text(config.markdown, text)
-    if config.png is not None:
-        with files.atomic_path(config.png) as temporary:
-            draw(found, temporary)
     if config.out is not None:
         page, command = files.page_of(config.out), command_line("bench", config)
         files.write_page(page, "bench", command, shown, [partial(draw, found)])
@@ -153,8 +148,7 @@ def check(config: BenchConfig) -> None:
     check_limits(config)
     check_suite(config, ("prompts", "num_prompts", "prompt_chars"))
     files.check_result(config.out, "out")
-    for name in ("markdown", "png"):
-        files.check_file(vars(config)[name], name)
+    files.check_file(config.markdown, "markdown")
     if config.markdown is not None and config.suite is None:
         raise UserError(
             f"markdown is {config.markdown!r}, and a table by task is made of a suite; give suite"
@@ -164,8 +158,6 @@ def check(config: BenchConfig) -> None:
             f"concurrency is {config.concurrency}; give one number or several, and with "
             "request_rate none"
         )
-    if config.png is not None and importlib.util.find_spec("matplotlib") is None:
-        raise missing("bench --png", "matplotlib", "train")
     check_draft_options(config)
     if config.target is None:
         more = ("max_length", "tree")
@@ -179,7 +171,6 @@ def check(config: BenchConfig) -> None:
             )
     for tree in config.tree:
         parse_tree(tree)
-    goal_of(config.goodput)
 
 
 async def measure(
@@ -244,12 +235,10 @@ async def _pass(
 
 
 def gaps(config: BenchConfig, count: int, *, seed: int) -> list[float]:
-    """Seconds between requests, gamma distributed as in `vllm bench serve`: mean 1 / rate, shape
-    `burstiness`."""
+    """Seconds between requests that arrive independently of each other."""
     assert config.request_rate is not None
     generator = random.Random(seed)
-    scale_s = 1 / (config.request_rate * config.burstiness)
-    return [generator.gammavariate(config.burstiness, scale_s) for _ in range(count)]
+    return [generator.expovariate(config.request_rate) for _ in range(count)]
 
 
 def _body(config: BenchConfig, model: str, case: BenchCase) -> dict[str, Any]:

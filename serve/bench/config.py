@@ -73,15 +73,6 @@ class BenchConfig(SuiteOptions, ServedPair):
         "open loop: requests per second, independent of answers; default: closed loop",
         limits=POSITIVE,
     )
-    burstiness: float = option(
-        1.0,
-        "of the open loop's gaps: 1 is Poisson, less comes in bursts, more is steadier",
-        limits=POSITIVE,
-    )
-    goodput: list[str] = option(
-        factory=list,
-        help="latencies in ms that a good answer keeps, for example ttft:200 tpot:50 e2el:5000",
-    )
     repeats: int = option(3, "passes over the prompts, modes taking turns", limits=AT_LEAST_1)
     model: str | None = option(None, "model name; default: the first one that the server lists")
     api_key: str | None = option(None, API_KEY_HELP)
@@ -93,7 +84,6 @@ class BenchConfig(SuiteOptions, ServedPair):
     out: str | None = option(
         None, "write the figures here as JSON, and as a page beside it (.html)"
     )
-    png: str | None = option(None, "draw them here")
     markdown: str | None = option(None, "write a suite's table here, as a model card takes it")
     timeout_s: float = option(
         600.0, "most seconds for the server's start, and for one answer", limits=SECONDS

@@ -4,13 +4,12 @@ the same by task of a suite, off beside on, as a table in Markdown."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from draftsmith.client import COUNTER
-from draftsmith.errors import UserError
 from draftsmith.files import markdown_table, with_interval
 from draftsmith.kernels.acceptance import (
     AcceptanceCounts,
@@ -20,12 +19,6 @@ from draftsmith.kernels.acceptance import (
 )
 from draftsmith.serve.bench.client import PassResult, TimedAnswer
 
-LATENCIES: dict[str, Callable[[TimedAnswer], float]] = {
-    "ttft": lambda answer: answer.ttft_s,
-    "tpot": lambda answer: answer.tpot_s or 0.0,
-    "e2el": lambda answer: answer.e2el_s,
-}
-Goal = dict[str, float]  # milliseconds by latency
 Figures = dict[str, Any]
 ALL = "all tasks"
 HEAD = ("T", "users", "task", "prompts", "off", "on", "speed-up", "tok/pass", "tau", "alpha_1 ...")
@@ -33,27 +26,6 @@ INTERVALS = (
     "off, on: tok/s of a user, tokens over the time of their requests; tok/pass: tokens a target "
     "pass; tau, alpha: of the rounds that drafted; [ ]: 95 % intervals, bootstrap over prompts"
 )
-
-
-def goal_of(words: Sequence[str]) -> Goal:
-    """["ttft:200", "tpot:50"] -> {"ttft": 200.0, "tpot": 50.0}."""
-    goal = {}
-    for word in words:
-        name, _, limit = word.partition(":")
-        try:
-            goal[name] = float(limit)
-        except ValueError:
-            goal[name] = 0.0
-        if name not in LATENCIES or goal[name] <= 0:
-            raise UserError(
-                f"goodput {word!r} is no limit; give {', '.join(LATENCIES)} with milliseconds, "
-                "for example ttft:200"
-            )
-    return goal
-
-
-def keeps(answer: TimedAnswer, goal: Goal) -> bool:
-    return all(1e3 * LATENCIES[name](answer) <= limit for name, limit in goal.items())
 
 
 @dataclass
@@ -80,9 +52,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
 
 
-def figures(
-    case: BenchCase, *, goal: Goal | None = None, draft_cost: DraftCost | None = None
-) -> Figures:
+def figures(case: BenchCase, *, draft_cost: DraftCost | None = None) -> Figures:
     answers = case.answers
     reports = reports_of(answers)
     tpots = [answer.tpot_s for answer in answers if answer.tpot_s is not None]
@@ -100,7 +70,6 @@ def figures(
         "ttft_ms": percentiles([answer.ttft_s for answer in answers]),
         "tpot_ms": percentiles(tpots),
         "e2el_ms": percentiles([answer.e2el_s for answer in answers]),
-        "goodput": goodput(answers, goal, wall_s) if goal else None,
         "acceptance": acceptance(reports, draft_cost=draft_cost) if reports else counted(case),
     }
 
@@ -141,16 +110,6 @@ def percentiles(seconds: Sequence[float]) -> Figures:
     return {
         f"p{share}": 1e3 * percentile(seconds, share / 100) if seconds else None
         for share in (50, 95, 99)
-    }
-
-
-def goodput(answers: Sequence[TimedAnswer], goal: Goal, wall_s: float) -> Figures:
-    good = [answer for answer in answers if keeps(answer, goal)]
-    return {
-        "goal_ms": goal,
-        "share": len(good) / len(answers),
-        "requests_per_s": len(good) / wall_s,
-        "tokens_per_s": sum(answer.num_tokens for answer in good) / wall_s,
     }
 
 
@@ -239,8 +198,6 @@ def table(cases: Sequence[Figures]) -> str:
             f"{case['temperature']:>4g} {case['mode']:>{wide}}{users} {case['tokens_per_s']:>9.1f} "
             f"{_pair(case['ttft_ms']):>17} {_pair(case['tpot_ms']):>17} {tau:>18}  {alphas}"
         )
-        if case["goodput"] is not None:
-            lines.append(_good(case["goodput"]))
     is_one = len(cases[0]["tokens_per_s_passes"]) == 1
     for ratio in ratios(cases):
         spread = f"{ratio['lowest']:.2f} to {ratio['highest']:.2f} by pass"
@@ -267,14 +224,6 @@ def _bound(ratio: Figures) -> str:
     return (
         f"; {ratio['mbsu']:.2f} where time is the reading of weights, at "
         f"{ratio['block_efficiency']:.2f} tokens a pass"
-    )
-
-
-def _good(found: Figures) -> str:
-    limits = ", ".join(f"{name} <= {limit:g} ms" for name, limit in found["goal_ms"].items())
-    return (
-        f"{'':>12}{found['share']:.0%} of answers keep {limits}: {found['requests_per_s']:.2f} "
-        "requests/s"
     )
 
 

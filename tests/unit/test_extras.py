@@ -8,7 +8,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ import pytest
 from draftsmith import cli
 from draftsmith.commands import table
 from draftsmith.errors import NEEDED, OPTIONAL, UserError, check_extra, extra_of
-from draftsmith.serve.bench.command import check
-from draftsmith.serve.bench.config import BenchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("src/draftsmith", "kernels", "drafters", "train", "serve", "distill", "fleet")
@@ -86,19 +83,6 @@ def test_nothing_is_refused_where_all_is_installed_or_the_other_extra_is_missing
     )
     check_extra("command", extra)
     check_extra("command", None)
-
-
-def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = BenchConfig(url="http://127.0.0.1:9", png="speed.png")
-    check(config)
-    without(monkeypatch, "matplotlib")
-    check(replace(config, png=None))
-    with pytest.raises(
-        UserError, match=r"^bench --png needs matplotlib, .*; pip install 'draftsmith\[train\]'$"
-    ):
-        check(config)
 
 
 @pytest.mark.parametrize(
