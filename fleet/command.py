@@ -13,7 +13,6 @@ from draftsmith.progress import say_loading
 # Loaded with its action: publishing needs what showing does not.
 RUNS = {
     "status": "draftsmith.fleet.rollout.show:status",
-    "page": "draftsmith.fleet.rollout.show:page",
     "promote": "draftsmith.fleet.rollout.show:promote",
     "rollback": "draftsmith.fleet.rollout.show:rollback",
     "publish": "draftsmith.fleet.rollout.command:run",

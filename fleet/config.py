@@ -21,7 +21,7 @@ from draftsmith.config import (
 from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.train.config import LAYOUTS
 
-ACTIONS = ("status", "promote", "rollback", "page", "publish")
+ACTIONS = ("status", "promote", "rollback", "publish")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,8 @@ class FleetConfig:
         None, "for promote and rollback: the version that becomes live", limits=AT_LEAST_1
     )
     json: bool = option(False, "for status: print JSON")
-    watch: bool = option(False, "for status and page: go on until interrupted")
+    watch: bool = option(False, "for status: go on until interrupted")
     every_s: float = option(5.0, "seconds between two looks of --watch", limits=SECONDS)
-    out: str = option("fleet.html", "for page: the file to write")
     to: str | None = option(None, "for publish: folder or fsspec URL that the engines read")
     layouts: tuple[str, ...] = option(
         (),

@@ -16,7 +16,7 @@ from draftsmith.drafters import versions
 from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.rollout import show
 from draftsmith.fleet.rollout.command import run as publish
-from draftsmith.fleet.rollout.show import html, view_of
+from draftsmith.fleet.rollout.show import view_of
 from draftsmith.fleet.store.layout import EngineStatus, Rollout, StoreUnreachable
 from draftsmith.fleet.store.store import VersionStore
 
@@ -186,19 +186,6 @@ def test_a_rollout_is_shown_and_ended_by_hand(
     assert run(action, "--versions", store.url)[0] == 0
     assert store.current() == live and store.wanted("a") == live
     assert view_of(store)["rollout"] is None
-
-
-def test_the_page_holds_the_table_and_the_decisions_escaped(
-    run: Run, store: VersionStore, tmp_path: Path
-) -> None:
-    store.put_engine(EngineStatus(engine="<b>a</b>", version=2, at_s=time.time()))
-    run("rollback", "--versions", store.url)
-    out = tmp_path / "fleet.html"
-    assert run("page", "--versions", store.url, "--out", out)[1] == f"wrote {out}\n"
-    text = out.read_text()
-    assert "&lt;b&gt;a&lt;/b&gt;" in text and "<b>a" not in text
-    assert "rolled back by hand" in text and "refresh" not in text and "<script" not in text
-    assert 'http-equiv="refresh" content="5"' in html(view_of(store), every_s=5.0)
 
 
 def test_watching_outlives_a_store_that_is_away(
