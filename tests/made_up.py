@@ -379,7 +379,6 @@ class MadeUp:
             lambda: {"structured_outputs": {"regex": self.regex()}}, lambda: {"structured_outputs": {"grammar": self.lark()}},
             lambda: {"structured_outputs": {"choice": [self.one(self.word, self.text) for _ in range(self.count(4))]}},
             lambda: {"structured_outputs": {"structural_tag": self.value()}},
-            lambda: {"guided_json": schema()}, lambda: {"guided_regex": self.regex()}, lambda: {"guided_grammar": self.lark()}, lambda: {"guided_choice": self.value()},
         )  # fmt: skip
 
     def tools(self, path: str) -> dict[str, Any]:

@@ -147,41 +147,24 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 class FormatFields(StrictModel):
-    """Formats of the answer, at most one. `guided_json` and its like are vLLM's former names of
-    `structured_outputs`."""
+    """Formats of the answer, at most one."""
 
     response_format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonObject | Text | None = None
-    guided_regex: Text | None = None
-    guided_choice: Many[Text] | None = None
-    guided_grammar: Text | None = None
-
-    @field_validator("guided_json")
-    @classmethod
-    def _is_a_schema(cls, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-        try:
-            return _parsed(value) if isinstance(value, str) else value
-        except ValueError as error:
-            raise ValueError("it is a text that is no JSON object; give a schema") from error
 
     @model_validator(mode="after")
     def _one_format(self) -> FormatFields:
-        if len(given := self._formats()) > 1:
-            raise ValueError(f"{given[1]} is given together with {given[0]}; choose one of them")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError(
+                "structured_outputs is given together with response_format; choose one of them"
+            )
         return self
-
-    def _formats(self) -> list[str]:
-        return [name for name in FormatFields.model_fields if getattr(self, name) is not None]
 
     def format_name(self) -> str:
         """Name of the field that gives the format; `response_format` where none does."""
-        return next(iter(self._formats()), "response_format")
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     def answer_grammar(self) -> Grammar | None:
-        for kind in ("json", "regex", "choice", "grammar"):
-            if (value := getattr(self, f"guided_{kind}")) is not None:
-                return KINDS[kind](value)
         if self.structured_outputs is not None:
             return self.structured_outputs.to_grammar()
         if isinstance(self.response_format, JsonSchemaFormat):

@@ -244,7 +244,10 @@ def test_ids_that_would_keep_everybody_waiting_are_not_decoded(
 
 SLOW_WORK = {
     "prompts": ("/tokenize", {"prompt": "some text " * 200_000}),
-    "grammars": ("/v1/completions", {"prompt": "x", "guided_regex": "a?" * 15_000}),
+    "grammars": (
+        "/v1/completions",
+        {"prompt": "x", "structured_outputs": {"regex": "a?" * 15_000}},
+    ),
 }
 
 
@@ -256,7 +259,7 @@ def test_no_client_keeps_the_others_waiting(
 ) -> None:
     server = live_server(target, None, EngineConfig())
     path, body = SLOW_WORK[kind]
-    assert server.complete("x", max_tokens=1, guided_regex="y").status_code == 200
+    assert server.complete("x", max_tokens=1, structured_outputs={"regex": "y"}).status_code == 200
     content = json.dumps(body)
     clients = [
         threading.Thread(
@@ -269,7 +272,7 @@ def test_no_client_keeps_the_others_waiting(
     time.sleep(0.5)
     answers = [
         server.complete("x", max_tokens=1),
-        server.complete("x", max_tokens=1, guided_regex="z"),
+        server.complete("x", max_tokens=1, structured_outputs={"regex": "z"}),
         server.http.post("/tokenize", json={"prompt": "x"}),
     ]
     assert any(client.is_alive() for client in clients), "nobody was slow"
