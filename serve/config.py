@@ -19,7 +19,6 @@ from draftsmith.config import (
     option,
 )
 from draftsmith.drafters.config import DTYPES, SAMPLINGS, Pair
-from draftsmith.drafters.options import SuffixOptions
 from draftsmith.errors import UserError
 from draftsmith.progress import LOG_FORMATS
 from draftsmith.serve.control.control import MAX_AUTO_K, MAX_K
@@ -61,14 +60,6 @@ class ServedLookup(LookupOptions):
         "finished requests searched, the oldest forgotten first; 0 shares nothing",
         limits=NOT_NEGATIVE,
     )
-    fallback: str = option(
-        "none",
-        "drafter in place of the trained draft while that rests after a failure",
-        choices=("none", "ngram", "suffix"),
-    )
-
-    def suffix_options(self) -> SuffixOptions:
-        return SuffixOptions(max_cached_requests=self.suffix_max_cached_requests)
 
 
 TREE_HELP = (

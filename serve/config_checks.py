@@ -35,12 +35,11 @@ CLASHES = (
 TRAINED = ("draft", "versions")
 NEEDS = {
     "tree": TRAINED,
-    "fallback": TRAINED,
     "record_taps": ("learn",),
     "suffix_share": ("suffix",),
-    "suffix_max_cached_requests": ("suffix", "fallback=suffix"),
-    "prompt_lookup_min": ("ngram", "fallback=ngram"),
-    "prompt_lookup_max": ("ngram", "fallback=ngram"),
+    "suffix_max_cached_requests": ("suffix",),
+    "prompt_lookup_min": ("ngram",),
+    "prompt_lookup_max": ("ngram",),
 }
 
 

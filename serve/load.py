@@ -1,5 +1,5 @@
 """Loading of what is served, over HTTP and in Python: the target, the draft that the options name,
-the fallback of a failed draft, and the engine of them."""
+and the engine of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from draftsmith.drafters.checkpoint import load, load_draft, trained_k
 from draftsmith.drafters.config import named_folders
 from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.options import SuffixOptions
 from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.device import DTYPES, load_target
 from draftsmith.drafters.target.target import Target
@@ -23,7 +24,7 @@ from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.versions import folder_of, open_live, versions
 from draftsmith.errors import UserError
 from draftsmith.record import Sink
-from draftsmith.serve.config import ServeConfig, ServedLookup
+from draftsmith.serve.config import ServeConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 
@@ -68,7 +69,6 @@ def load_engine(
             config.engine_config(draft.k),
             sink=sink,
             draft_version=draft.version,
-            fallback=load_fallback(config),
             adapters=adapters,
         )
         unless_built.pop_all()
@@ -93,25 +93,16 @@ def load_drafter(
     """Load n-grams where `ngram` is given, else the trained draft, suffix decoding beside it or
     alone, or nothing. `drafter` takes the place of the trained draft."""
     if config.ngram:
-        return LoadedDraft(ngrams(config), "0", None)
+        ngrams = Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)
+        return LoadedDraft(ngrams, "0", None)
     own = None if drafter is None else LoadedDraft(drafter, "0", None)
     loaded = own or load_trained(config, target)
     if not config.suffix:
         return loaded
-    text = Suffix(config.suffix_options())
+    text = Suffix(SuffixOptions(max_cached_requests=config.suffix_max_cached_requests))
     if loaded.drafter is None:
         return LoadedDraft(text, "0", None)
     return loaded._replace(drafter=TextFirst(loaded.drafter, text, share=config.suffix_share))
-
-
-def ngrams(lookup: ServedLookup) -> Ngram:
-    return Ngram(min_n=lookup.prompt_lookup_min, max_n=lookup.prompt_lookup_max)
-
-
-def load_fallback(lookup: ServedLookup) -> ServingDrafter | None:
-    if lookup.fallback == "ngram":
-        return ngrams(lookup)
-    return Suffix(lookup.suffix_options()) if lookup.fallback == "suffix" else None
 
 
 def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:

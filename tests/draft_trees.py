@@ -11,7 +11,13 @@ import torch
 
 from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.verify.tree import Siblings, reject, verify_tree
-from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, chain_tree
+from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict
+
+
+def chain_tree(draft_tokens: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
+    """The tree of a chain [B, K]: every node under the one before it."""
+    parents = torch.arange(-1, draft_tokens.shape[1] - 1, device=draft_tokens.device)
+    return DraftTree(draft_tokens, parents.expand_as(draft_tokens), lengths)
 
 
 def verify_as_tree(

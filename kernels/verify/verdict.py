@@ -65,12 +65,6 @@ class DraftTree(NamedTuple):
     lengths: torch.Tensor  # [B] int64, 0 <= lengths[b] <= N <= MAX_NODES
 
 
-def chain_tree(draft_tokens: torch.Tensor, lengths: torch.Tensor) -> DraftTree:
-    """The tree of a chain [B, K]: every node under the one before it."""
-    parents = torch.arange(-1, draft_tokens.shape[1] - 1, device=draft_tokens.device)
-    return DraftTree(draft_tokens, parents.expand_as(draft_tokens), lengths)
-
-
 def depths(tree: DraftTree) -> torch.Tensor:
     """[B, N] int64: 0 for a child of the root, so that a node's absolute position is its row's
     first drafted one plus this.

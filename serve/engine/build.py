@@ -53,7 +53,6 @@ def build_engine(
     *,
     sink: Sink | None = None,
     draft_version: str = "",
-    fallback: ServingDrafter | None = None,
     adapters: Adapters | None = None,
 ) -> EngineCore:
     """An engine with its pools, ready for requests. Raises `UserError` for options that do not go
@@ -63,7 +62,6 @@ def build_engine(
         drafter: None: no speculation.
         sink: takes the round records, None: nothing is recorded.
         draft_version: of `drafter`, in records and metrics.
-        fallback: drafts from the text while the draft rests; has neither cache nor taps.
         adapters: of `target`, which requests may ask for by name.
     """
     check_states(target, config)
@@ -98,7 +96,6 @@ def build_engine(
         vocab_size=target.vocab_size,
         tree=tree,
         least_confidence=config.least_confidence,
-        fallback=fallback,
     )
     capture_drafts(drafter, room)
     runner = _runner(target, config, plan, proposer, max_blocks=max_blocks, adapters=adapters)

@@ -16,7 +16,7 @@ from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.trees.nodes import node_depths
 from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.dispatch import read_freely, sent
-from draftsmith.kernels.verify.verdict import Drafts, DraftTree, chain_tree, paths
+from draftsmith.kernels.verify.verdict import Drafts, DraftTree, paths
 
 
 class BadProposal(ValueError):
@@ -28,8 +28,7 @@ class DraftSource(enum.Enum):
 
     DRAFT = enum.auto()  # the draft of the row's request
     TEXT = enum.auto()  # text, in place of the trained draft behind it
-    # The fallback, or nothing, because the draft rests or has failed: the row's acceptance says
-    # nothing about the draft.
+    # Nothing, because the draft rests or has failed: the row says nothing about the draft.
     NONE = enum.auto()
 
 
@@ -182,7 +181,7 @@ def checked(
     Args:
         allowed: [B] most drafted tokens per row.
         budgets: the same on the device.
-        trees: make trees of chains.
+        trees: the rows are trees.
         exact: the pass has the usable tokens alone, which costs a look; else it may have as many as
             are allowed.
     """
@@ -273,11 +272,8 @@ def _checked_trees(
         limits: [B] most nodes.
     """
     logits, q_rows, parents = proposal.logits, proposal.q_rows, proposal.parents
-    if parents is None:
-        # The fallback matches text, and no distribution comes with that.
-        parents = chain_tree(tokens, proposal.lengths).parents
-    if logits is not None and q_rows is None:
-        raise BadProposal("drafted distributions without telling whose they are")
+    if parents is None or (logits is not None and q_rows is None):
+        raise BadProposal("drafted nodes or distributions without telling whose they are")
     nodes = torch.arange(parents.shape[1], device=parents.device)
     fine = sound & (parents >= -1) & (parents < nodes)
     whole = (fine | ~real).all(dim=1) & (proposal.lengths <= limits)

@@ -66,7 +66,6 @@ class Proposer:
         vocab_size: int,
         tree: TreeShape | None = None,
         least_confidence: float = 0.0,
-        fallback: ServingDrafter | None = None,
     ):
         drafter = drafts.live.drafter if drafts.served else None
         if tree is not None:
@@ -80,8 +79,6 @@ class Proposer:
         self.drafts, self.pool, self.stats = drafts, pool, drafts.stats
         self.least_confidence = least_confidence
         self.vocab_size, self.tree = vocab_size, tree
-        # Drafts from the text alone while a draft rests: a drafter without cache and taps.
-        self.fallback = fallback
         self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
 
     def propose(
@@ -124,14 +121,11 @@ class Proposer:
         self, name: str, asked: ProposalRequest, awake: Collection[str]
     ) -> RoundProposal | None:
         """Proposal of rows that have the same draft."""
-        if name not in awake and self.fallback is None:
+        if name not in awake:
             return None
         draft = self.drafts.served[name]
         try:
-            inputs = self._inputs(asked)
-            if name not in awake:
-                return self._from_fallback(inputs, asked)
-            return self._checked(self._proposal(draft.drafter, inputs), asked)
+            return self._checked(self._proposal(draft.drafter, self._inputs(asked)), asked)
         except Exception as error:
             # Any failure of a drafter is a matter of speed, never of the request (invariant 6).
             cause = "raised" if not isinstance(error, BadProposal) else "invalid"
@@ -160,12 +154,6 @@ class Proposer:
             if counted == {DraftCheck.SOUND}:
                 draft.succeeded()
         return drafted
-
-    def _from_fallback(self, inputs: DraftInputs, asked: ProposalRequest) -> RoundProposal:
-        assert self.fallback is not None
-        proposal = self._checked(self.fallback.propose(inputs), asked)
-        # The drafter has read nothing, so its cache must not advance.
-        return proposal._replace(sources=[DraftSource.NONE] * len(asked.rows))
 
     def _proposal(self, drafter: ServingDrafter, inputs: DraftInputs) -> Proposal:
         if self.tree is not None and isinstance(drafter, GrowsTrees):
@@ -204,18 +192,17 @@ class Proposer:
         )
 
     def finished(self, request: Request) -> None:
-        """Hand a finished text to the drafters that remember texts. A request that asked to be kept
-        out of learning, or whose draws can be repeated, is kept out of what requests share."""
+        """Hand a finished text to its draft, if that remembers texts. A request that asked to be
+        kept out of learning, or whose draws can be repeated, is kept out of what requests share."""
         own = self.drafts.served.get(request.draft_name)
         shared = request.options.learn and not request.repeatable
-        for drafter in (None if own is None else own.drafter, self.fallback):
-            if not isinstance(drafter, Remembering):
-                continue
-            try:
-                drafter.finished(request.id, request.tokens if shared else [])
-            except Exception as error:
-                self.stats.fallbacks["raised"] += 1
-                log.warning("a drafter could not take in a finished text (%s)", error)
+        if own is None or not isinstance(own.drafter, Remembering):
+            return
+        try:
+            own.drafter.finished(request.id, request.tokens if shared else [])
+        except Exception as error:
+            self.stats.fallbacks["raised"] += 1
+            log.warning("a drafter could not take in a finished text (%s)", error)
 
     def _inputs(self, asked: ProposalRequest) -> DraftInputs:
         tokens = tokens_to_read(asked.rows)

@@ -152,8 +152,6 @@ def test_a_crowd_leaves_nothing_behind(
         "0.3",
         "--k",
         "auto",
-        "--fallback",
-        "ngram",
         *small,
     )
     with publisher, MemoryLog(server.process.pid) as memory:

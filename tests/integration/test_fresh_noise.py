@@ -10,7 +10,6 @@ what it is that round is drafted or not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import DsparkOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import SuffixDraft
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.tree_shape import TreeShape
@@ -152,20 +150,6 @@ class Damaged(Planted):
             self.failures + 1 if (drawn[proposal.tokens >= 0] == -torch.inf).any() else 0
         )
         return proposal
-
-
-class Replaced(Damaged):
-    """The same beside a stand-in, which may have a round of phase 1 emit two tokens."""
-
-    sizes = (3, 1, 0, 0, 1)
-
-
-class OneToken(Ngram):
-    """A stand-in that offers one token, the one after the first that is like the last."""
-
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        proposal = super().propose(inputs)
-        return replace(proposal, lengths=proposal.lengths.clamp(max=1))
 
 
 class Ending(Planted):
@@ -326,20 +310,11 @@ def served(target: Target, drafter: object, *, max_batch: int = 1, **options: ob
     config = EngineConfig(
         k=K, max_batch=max_batch, max_length=2048, seed=1, prefix_cache=False, **options
     )
-    return build_engine(
-        target,
-        drafter,
-        config,
-        fallback=OneToken(min_n=1) if isinstance(drafter, Replaced) else None,
-    )
+    return build_engine(target, drafter, config)
 
 
 def rest(target: Target) -> EngineCore:
     return served(target, Damaged())
-
-
-def fallback(target: Target) -> EngineCore:
-    return served(target, Replaced())
 
 
 def k_auto(target: Target) -> EngineCore:
@@ -368,7 +343,6 @@ def trees(target: Target) -> EngineCore:
 
 MECHANISMS = {
     "rest": Mechanism(rest, 4, 0, 1, 1000),
-    "fallback": Mechanism(fallback, 5, 0, 1, 1000),
     "k auto": Mechanism(k_auto, 3, 0, 1, 900),
     "DSpark's ends": Mechanism(dspark_ends, 1, 2, 1, 1000),
     "text first": Mechanism(text_first, 3, 0, 32, 60),

@@ -19,7 +19,7 @@ CHECK_DRAFT = "run draftsmith doctor T --draft D"
 FALLBACK_MENDS = {
     "nan": "the draft's weights give NaN: publish or load a sound version; " + CHECK_DRAFT,
     "invalid": "the draft proposes tokens that the target does not have; " + CHECK_DRAFT,
-    "raised": "the server's log has the error; --fallback ngram drafts meanwhile",
+    "raised": "the server's log has the error; " + CHECK_DRAFT,
 }
 
 

@@ -66,16 +66,12 @@ def test_an_engine_is_not_made_of(options, words):
         ({"api_key": ("right", " ")}, "api_key is empty"),
         ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a draft"),
         (
-            {"ngram": True, "fallback": "suffix"},
-            "fallback suffix is given without draft or versions",
-        ),
-        (
             {"draft": "d", "suffix_max_cached_requests": 3},
-            "suffix_max_cached_requests 3 is given without suffix or fallback=suffix",
+            "suffix_max_cached_requests 3 is given without suffix",
         ),
         (
             {"suffix": True, "prompt_lookup_max": 3},
-            "prompt_lookup_max 3 is given without ngram or fallback=ngram",
+            "prompt_lookup_max 3 is given without ngram",
         ),
         (
             {"suffix": True, "suffix_share": 0.5},
@@ -99,8 +95,6 @@ def test_a_server_is_not_started_with(options, words):
             draft="d",
             suffix=True,
             suffix_share=0.5,
-            fallback="ngram",
-            prompt_lookup_min=1,
         )
     )
     with pytest.raises(UserError, match=words):
@@ -115,7 +109,7 @@ def resolve(*words: str) -> ServeConfig:
 def test_a_server_is_the_same_by_flags_and_by_a_file(tmp_path):
     words = (
         "--target t --draft d --lora a=b c=d --k auto --max-length 99 --no-prefix-cache --learn b "
-        "--api-key x y --port 0 --fallback suffix --suffix-max-cached-requests 3"
+        "--api-key x y --port 0 --suffix --suffix-max-cached-requests 3"
     )
     config, path = resolve(*words.split()), tmp_path / "serve.yaml"
     assert (config.api_key, config.max_length, config.prefix_cache) == (("x", "y"), 99, False)

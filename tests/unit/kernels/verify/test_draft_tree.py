@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels.constants import MAX_NODES
-from draftsmith.kernels.verify.verdict import DraftTree, ancestors, chain_tree, depths, paths
-from tests.draft_trees import ancestor_bits, slot_prefixes, well_formed
+from draftsmith.kernels.verify.verdict import DraftTree, ancestors, depths, paths
+from tests.draft_trees import ancestor_bits, chain_tree, slot_prefixes, well_formed
 
 
 def rows(*values: list[int]) -> torch.Tensor:

@@ -16,7 +16,8 @@ from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_w
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.kernels.verify.verdict import DraftTree, Verdict, chain_tree
+from draftsmith.kernels.verify.verdict import DraftTree, Verdict
+from tests.draft_trees import chain_tree
 
 DEPTH, NODES = 4, 6
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture

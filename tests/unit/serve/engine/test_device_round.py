@@ -95,7 +95,6 @@ class Served:
         change: Change | None = None,
         sink: Records | None = None,
         canary: bool = False,
-        fallback: bool = False,
         **options: Any,
     ) -> Answers:
         """Answers of the prompts; of the device, the costs of one round are left in its counts."""
@@ -106,8 +105,6 @@ class Served:
             setattr(self.drafter, name, changed)
         config = EngineConfig(k=3, max_length=64, num_blocks=40, compile="off", **options)
         engine = build_engine(self.target, self.drafter, config, sink=sink)
-        if fallback:
-            engine.proposer.fallback = Ngram(min_n=1, max_n=3)
         engine.committer.overlaps = self.device is not None  # as on CUDA
         if canary:
             engine.drafts.put(CANARY, self.drafter)
@@ -265,11 +262,6 @@ def outside(call: int, proposal: Proposal) -> Proposal:
     return replace(proposal, tokens=tokens)
 
 
-def strange_alone(call: int, proposal: Proposal) -> Proposal:
-    """A token that is none, in each proposal of one row."""
-    return outside(1, proposal) if len(proposal.tokens) == 1 else proposal
-
-
 def too_long(call: int, proposal: Proposal) -> Proposal:
     """A token more than was asked for, in every third round."""
     if call % 3 != 1:
@@ -415,17 +407,6 @@ def test_one_bad_draft_of_two_slows_as_it_does_on_a_cpu(
     assert counted.count("wait") == 1
     assert fallbacks.get(cause, 0) >= 2 if cause else not any(fallbacks.values())
     assert_recorded_alike(*both.sinks)  # type: ignore[attr-defined]
-
-
-def test_text_in_place_of_a_resting_draft_shares_rounds_with_the_other(
-    both: Callable[..., StandIn],
-) -> None:
-    values = {**SAMPLED, "seed": None, "repetition_penalty": 0.6}
-    counted = both(
-        "eagle3", values, change=strange_alone, canary=True, fallback=True, seed=3, tree=TREES
-    )
-    assert counted.count("wait") <= 1, counted.events
-    assert both.expected.fallbacks["invalid"] >= 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.long

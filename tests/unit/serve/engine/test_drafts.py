@@ -39,7 +39,6 @@ def chains(
     drawn: bool = True,
     width: int = 0,
     copied: frozenset[int] = NONE,
-    trees: bool = False,
 ) -> RoundProposal:
     """Distributions that name their row: its number is every logit's."""
     width = max([width, *map(len, rows)])
@@ -53,7 +52,7 @@ def chains(
         logits=logits,
         copied=copied,
     )
-    return check(proposal, width, trees=trees)
+    return check(proposal, width)
 
 
 def test_every_row_gets_its_own_drafts_and_distributions() -> None:
@@ -124,12 +123,12 @@ def tree(parents: list[list[int]], distributions: list[list[int]] | None) -> Rou
 def test_trees_keep_their_shape_and_their_distributions(drawn: bool) -> None:
     first = tree([[-1, -1, 0]], [[0, 1, -1, -1]])
     second = tree([[-1], [-1, 0]], [[0, -1, -1], [1, 2, -1]] if drawn else None)
-    stand_in = chains([6, 7], drawn=False, trees=True)
-    found = joined([Part([3], first), Part([0, 2], second), Part([1], stand_in)], 5)
+    chain = tree([[-1, 0]], None)
+    found = joined([Part([3], first), Part([0, 2], second), Part([1], chain)], 5)
     drafted = read(found)
     assert drafted.parents == [[-1], [-1, 0], [-1, 0], [-1, -1, 0], []]
     assert found.tree is not None
-    assert slot_prefixes(found.tree)[1] == [[], [6], [6, 7]]
+    assert slot_prefixes(found.tree)[1] == [[], [1], [1, 2]]
     assert [drafted.offered(row) for row in range(5)] == [1, 2, 2, 2, 0]
     assert found.logits is not None and found.nodes is not None
     told = found.nodes.q_rows
