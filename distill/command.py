@@ -14,12 +14,7 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.status import Status, StatusServer
-from draftsmith.distill.throttle import (
-    LatencyGuard,
-    Throttle,
-    nothing,
-    scraper,
-)
+from draftsmith.distill.throttle import Throttle, nothing
 from draftsmith.errors import UserError, first_line
 from draftsmith.lock import folder_lock, stopping
 
@@ -38,8 +33,6 @@ def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
 
 def learn(config: DistillConfig, stop: threading.Event) -> None:
     status, throttle = Status(config.versions), Throttle(config.learn.budget, stop)
-    if config.server is not None and config.tpot_ms is not None:
-        throttle.guard = LatencyGuard(scraper(config.server), config.tpot_ms / 1000).share
     with ExitStack() as closing:
         closing.callback(status.close)
         if config.status_port is not None:
@@ -92,8 +85,6 @@ def check(config: DistillConfig) -> None:
             "learn.teacher=recorded no target is loaded; leave one of them out"
         )
     learning.check(config.learn)
-    if (config.server is None) != (config.tpot_ms is None):
-        raise UserError("server and tpot_ms belong together; give both or neither")
     learn, gate = config.learn, config.gate
     if learn.reservoir < learn.fresh:
         raise UserError(

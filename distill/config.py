@@ -322,12 +322,6 @@ class DistillConfig:
         limits=PORT,
     )
     status_host: str = option("127.0.0.1", "address of that port")
-    server: str | None = option(
-        None, "URL of a server on the same device; learning gives way while it exceeds --tpot-ms"
-    )
-    tpot_ms: float | None = option(
-        None, "bound on the p95 of that server's time per output token", limits=POSITIVE
-    )
     seed: int = option(0, "of the replay", limits=NOT_NEGATIVE)
     dtype: str = option("auto", "of the target's weights, as served", choices=DTYPES)
     device: str = option("auto", "auto, cpu, cuda or cuda:N")

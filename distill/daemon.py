@@ -327,7 +327,6 @@ class Daemon:
             **self.track.to_dict(),
             "lossless_alarms": len(self.monitor.alarms),
             "losslessness": self.monitor.numbers(),
-            "share": self.throttle.share,
             "worked_s": self.throttle.worked_s,
             "rested_s": self.throttle.rested_s,
         }

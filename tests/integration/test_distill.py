@@ -281,8 +281,6 @@ def test_sigterm_ends_the_command_cleanly(loop: Callable[..., Any]) -> None:
         ({"draft": "/nowhere/draft"}, "/nowhere/draft"),
         ({"buffer": "nowhere://x"}, "nowhere://x"),
         ({"learn": LearnConfig(positions=())}, "learn.positions"),
-        ({"tpot_ms": 20.0}, "server and tpot_ms"),
-        ({"server": "localhost", "tpot_ms": 20.0}, "localhost"),
     ],
 )
 def test_bad_options_are_one_sentence(loop: Callable[..., Any], changes: dict, says: str) -> None:
