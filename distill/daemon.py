@@ -320,8 +320,8 @@ class Daemon:
         line = (
             f"update {self.counters.updates}, {self.counters.texts} texts, {self.track.describe()}"
         )
-        if self.throttle.share < 1:
-            line += f", learning {self.throttle.share:.0%} of the time"
+        if self.throttle.budget < 1:
+            line += f", learning {self.throttle.budget:.0%} of the time"
         values = {
             **to_dict(self.counters),
             **self.track.to_dict(),
