@@ -32,7 +32,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 def test_bash_offers_commands_flags_and_values(script: str, tmp_path: object) -> None:
     assert offered(script, "draftsmith", "") == COMMANDS.keys()
     assert offered(script, "draftsmith", "se") == {"serve"}
-    assert offered(script, "draftsmith", "serve", "--synth") == {"--synthetic-acceptance"}
+    assert offered(script, "draftsmith", "serve", "--least") == {"--least-confidence"}
     assert offered(script, "draftsmith", "serve", "--compile", "") == {"auto", "off"}
     assert "eagle3" in offered(script, "draftsmith", "train", "")
     assert "README.md" in offered(script, "draftsmith", "run", "READ")
