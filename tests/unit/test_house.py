@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -458,9 +458,16 @@ def test_no_two_classes_have_one_name() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def lines_of(paths: Iterable[Path]) -> int:
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
+
+
 def test_the_package_keeps_its_budgets() -> None:
     paths = [path for folder in (*CODE_FOLDERS, "src/draftsmith") for path in sources(folder)]
     assert len(paths) <= 420
+    # Both are to become 60,000; until then neither grows.
+    assert lines_of(paths) <= 78_200
+    assert lines_of(sources("tests")) <= 79_400
     switches = {
         str(path.relative_to(ROOT))
         for path in paths
@@ -472,7 +479,7 @@ def test_the_package_keeps_its_budgets() -> None:
 def test_laboratory_documents_and_changelog_keep_their_budgets() -> None:
     # Shell too; what ships as a model is data.
     scripts = (path for path in (ROOT / "scripts").rglob("*") if path.suffix in ("", ".py", ".sh"))
-    lines = sum(path.read_text().count("\n") for path in scripts if path.is_file())
+    lines = lines_of(path for path in scripts if path.is_file())
     words = sum(
         len(path.read_text().split()) for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
     )
