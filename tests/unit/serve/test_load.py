@@ -123,7 +123,6 @@ def test_a_server_drafts_as_many_tokens_as_the_training(target: Target, tmp_path
     for config, k in (
         (ServeConfig(target="", draft=str(own)), 2),
         (ServeConfig(target="", draft=str(own), k="3"), 3),
-        (ServeConfig(target="", draft=str(own), k_schedule="1:5,8:1"), 5),
         (ServeConfig(target="", draft=str(bare)), DEFAULT_K),
         (ServeConfig(target="", versions=str(learned)), 2),
         (ServeConfig(target="", ngram=True), DEFAULT_K),
