@@ -139,6 +139,14 @@ def test_built_in_prompts_depend_on_the_seed_alone() -> None:
     assert all(len(prompt["prompt"]) == 80 for prompt in prompts)
 
 
+def test_published_prompts_are_taken_from_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_SUITES", str(tmp_path))
+    with pytest.raises(UserError, match=r"suite folder .* as published"):
+        read_prompts("published:train", count=1, chars=1, seed=0)
+
+
 @pytest.mark.parametrize("name, text, words", [
     ("a.jsonl", '{"text": "x"}', "neither"),
     ("a.txt", "\n\n", "no question"),
