@@ -22,8 +22,8 @@ FEW_BYTES = 16
 # Steps between products, several of whose programs share a multiprocessor and exchange sums alone.
 STEPS = {"_normalise", "_rotate", "_gate"}
 MOST_REGISTERS_OF_STEPS, MOST_SHARED_BYTES_OF_STEPS = 48, 4096
-# Of draws and verification, which store none. A multiprocessor has room for two programs of
-# `_narrow`, three of `_finish`, four of `_walk`, for 32 warps of `row_stats` and `race`, 24 of
+# Of draws and verification, which store none but for `EXCEPTIONS`. A multiprocessor has room for two
+# programs of `_narrow`, three of `_finish`, four of `_walk`, five of `_bound`, for 32 warps of `row_stats` and `race`, 24 of
 # `_mass`.
 LEAN = {"_scale": 80, "_bound": 96, "_narrow": 64, "_finish": 168, "_score": 80, "_walk": 64}
 LEAN |= {"row_stats": 64, "race": 64, "_mass": 72}
