@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 
 import pytest
 import torch
@@ -78,26 +77,6 @@ def by_enumeration(keep: list[list[float]]) -> float:
 def test_expected_rounds_is_the_enumeration(num_tokens: int, depth: int) -> None:
     keep = torch.rand(num_tokens, depth, generator=torch.Generator().manual_seed(depth))
     assert expected_rounds(keep) == pytest.approx(by_enumeration(keep.tolist()), rel=1e-6)
-
-
-def test_expected_rounds_is_what_rounds_take() -> None:
-    keep = torch.rand(40, 4, generator=torch.Generator().manual_seed(3))
-    table, chance = keep.tolist(), random.Random(0)
-    counts = []
-    for _ in range(4000):
-        start = rounds = 0
-        while start < 40:
-            depth = 0
-            while depth < 4 and chance.random() < table[start][depth]:
-                depth += 1
-            start, rounds = start + depth + 1, rounds + 1
-        counts.append(rounds)
-    mean = sum(counts) / len(counts)
-    deviation = math.sqrt(sum((c - mean) ** 2 for c in counts) / len(counts) / len(counts))
-    assert abs(mean - expected_rounds(keep)) < 5 * deviation
-    assert abs(mean - expected_rounds(keep.roll(1, dims=1))) > 5 * deviation, (
-        "the depths must matter"
-    )
 
 
 def test_expected_rounds_at_the_ends() -> None:

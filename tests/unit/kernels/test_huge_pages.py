@@ -10,7 +10,6 @@ import torch
 
 from draftsmith.kernels import host_memory
 from draftsmith.kernels.host_memory import PAGE_BYTES, empty_in_huge_pages
-from draftsmith.kernels.products.few_rows import few_rows
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 given = pytest.mark.skipif(
@@ -37,36 +36,6 @@ def test_whole_pages_are_huge_and_the_rest_is_not_taken_up() -> None:
     assert found.sum() == len(found)
     del found
     assert own("AnonHugePages") == before[0]
-
-
-@given
-def test_weights_of_few_rows_lie_in_them() -> None:
-    before = own("AnonHugePages")
-    weight = torch.ones(4096, 1024)
-    packed = few_rows(weight, None)
-    if packed is None:
-        pytest.skip("there is no C++ compiler")
-    assert own("AnonHugePages") - before >= 8 * PAGE_BYTES
-    assert packed(torch.ones(1, 1024)).eq(1024).all()
-
-
-@given
-def test_small_weights_share_pages_one_behind_the_other_until_the_last_is_gone() -> None:
-    empty_in_huge_pages(PAGE_BYTES, torch.float32).fill_(1).sum()  # what torch loads at first use
-    before = own("AnonHugePages")
-    counts = [PAGE_BYTES // 4 - 3] * 12  # float32, nearly half of what would be given alone
-    found = [
-        empty_in_huge_pages(count, torch.float32).fill_(index) for index, count in enumerate(counts)
-    ]
-    assert own("AnonHugePages") - before >= 12 * PAGE_BYTES
-    assert all(one.eq(index).all() for index, one in enumerate(found))
-    assert all(one.data_ptr() % 64 == 0 for one in found)
-    assert found[1].data_ptr() - found[0].data_ptr() == PAGE_BYTES
-    del found[1:]
-    assert found[0].eq(0).all()
-    del found
-    # The kernel makes huge pages of other memory of this process meanwhile.
-    assert own("AnonHugePages") - before < 6 * PAGE_BYTES
 
 
 @pytest.mark.parametrize("count", [0, 3, PAGE_BYTES // 2 - 1, PAGE_BYTES // 2, PAGE_BYTES + 5])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -70,12 +69,6 @@ def test_a_call_that_other_work_came_between_is_timed_again() -> None:
     assert timed("way", way, lambda: next(always)) < 0.05 and len(calls) == 5
 
 
-def test_one_slow_turn_decides_nothing(tmp_path: Path) -> None:
-    turns = {"own": iter([1.2, 1.0, 1.0, 1.0, 1.0]), "torch": iter([1.1] * TURNS)}
-    choices = Choices(tmp_path, lambda name, way: next(turns[name]))
-    assert choices.fastest("k", (), NAMES, lambda: dict.fromkeys(turns, lambda: None)) == "own"
-
-
 def test_a_choice_is_kept_for_the_next_process_and_made_again_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,16 +105,6 @@ def test_other_sources_shapes_and_threads_are_other_choices(tmp_path: Path) -> N
     assert chosen(choices, never) == "packed"
 
 
-def test_a_way_that_is_gone_is_not_taken(tmp_path: Path) -> None:
-    times = MadeUpTimes(own=3, torch=2, packed=1)
-    assert chosen(Choices(tmp_path, times)) == "packed"
-    left = NAMES[:2]
-    found = Choices(tmp_path, times).fastest(
-        "product", (torch.float32, 8, 16), left, lambda: dict.fromkeys(left, lambda: None)
-    )
-    assert found == "torch"
-
-
 def test_timing_ends_after_its_share_of_the_start(tmp_path: Path) -> None:
     """What is not timed takes the first way, and is not kept."""
     choices = Choices(tmp_path, MadeUpTimes(own=2, torch=1, packed=3), most_s=0.0)
@@ -147,10 +130,6 @@ def test_a_folder_that_cannot_be_written_costs_the_next_start_its_timing(tmp_pat
     assert chosen(choices) == chosen(choices, never) == "packed"
 
 
-def test_without_a_way_here_the_first_stands(tmp_path: Path) -> None:
-    assert chosen(Choices(tmp_path), dict) == "own"
-
-
 def measure(folder: Path, number: int) -> str:
     order = NAMES if number % 2 else NAMES[::-1]
     times = MadeUpTimes(**{name: 1.0 + place for place, name in enumerate(order)})
@@ -162,16 +141,6 @@ def test_processes_that_start_together_take_the_same_ways(tmp_path: Path) -> Non
     with multiprocessing.get_context("fork").Pool(4) as pool:
         found = pool.starmap(measure, [(tmp_path, number) for number in range(8)])
     assert len(set(found)) == 1
-
-
-def test_threads_share_one_timing(tmp_path: Path) -> None:
-    choices, found = Choices(tmp_path, MadeUpTimes(own=3, torch=2, packed=1)), []
-    threads = [threading.Thread(target=lambda: found.append(chosen(choices))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == ["packed"] * 4
 
 
 def test_what_was_taken_is_told_with_the_second_best(tmp_path: Path) -> None:

@@ -133,24 +133,6 @@ def test_rows_of_no_tokens_at_the_end_change_nothing(impl: str, num_empty: int) 
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("lengths", [[5], [3, 1, 70, 2], [2, 4, 0, 0], [1] * 70])
-def test_triton_lays_a_pass_out_as_torch_does(lengths: list[int], device: torch.device) -> None:
-    """Tokens of a row at consecutive places from anywhere, in blocks out of order."""
-    generator = torch.Generator().manual_seed(0)
-    pool = PagedPool.empty(
-        num_layers=1, num_blocks=1, block_size=BLOCK, num_kv_heads=1, key_dim=DIM, device=device
-    )
-    tables = torch.randperm(30 * len(lengths), generator=generator).view(len(lengths), 30)
-    positions = torch.cat([torch.arange(count) + 7 * count for count in lengths]).remainder(120)
-    layout = [one.to(device) for one in (tables, positions, torch.tensor(lengths))]
-    found, expected = (PagedPass(pool, *layout, impl=impl) for impl in ("triton", "torch"))
-    assert torch.equal(found.slots, expected.slots)
-    starts, tickets = found.context.starts, found.context.tickets
-    assert torch.equal(starts[1:], layout[2].cumsum(0)) and starts[0] == 0
-    assert len(tickets) and not tickets.any()
-
-
-@pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.skipif(os.environ["TRITON_INTERPRET"] == "0", reason="a device orders its programs")
 def test_splits_are_merged_in_their_order_whichever_program_is_last(
     monkeypatch: pytest.MonkeyPatch,

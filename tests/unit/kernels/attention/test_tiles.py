@@ -15,17 +15,6 @@ KIB = 1024
 MLA = HeadKind(128, Widths.of(576, 512), 2, has_bits=False)
 
 
-@pytest.mark.parametrize(
-    "key_dim, widths",
-    [(8, (16, 0)), (64, (64, 0)), (80, (64, 16)), (96, (64, 32)), (112, (128, 0)), (128, (128, 0)),
-     (192, (128, 64)), (256, (256, 0)), (576, (512, 64))],
-)  # fmt: skip
-def test_widths_hold_all_dimensions_with_little_padding(
-    key_dim: int, widths: tuple[int, int]
-) -> None:
-    assert Widths.of(key_dim, 128) == (*widths, 128)
-
-
 @pytest.mark.parametrize("shared", [99, 163, 227])
 @pytest.mark.parametrize("tokens", [1, 6, 512])
 def test_many_heads_on_one_are_parts_that_fit(shared: int, tokens: int) -> None:

@@ -316,29 +316,29 @@ OUT_OF_PLACE = {
     "target row below 0": ("which", 0, -1),
     "target rows that fall": ("which", 4, 1),
 }
+MISFITS: list[dict[str, object]] = [
+    *({name: slice(-1)} for name in ("vocab_map", "columns", "which", "weights")),
+    {"vocab_map": None},
+    {"which": None},
+]
 
 
 @compiler
-@pytest.mark.parametrize("name, at, value", OUT_OF_PLACE.values(), ids=OUT_OF_PLACE)
-def test_indices_out_of_place_are_left_to_torch(name: str, at: int, value: int) -> None:
-    rows = make_case(19, 70, subset=True).copied()
-    getattr(rows, name)[at] = value
-    assert divergence_rows_compiled(kind_of("tv"), rows) is None
-
-
-@compiler
-@pytest.mark.parametrize("name", ["vocab_map", "columns", "which", "weights"])
-def test_sizes_that_do_not_fit_are_left_to_torch(name: str) -> None:
-    rows = make_case(19, 70, subset=True).copied()
-    short = rows._replace(**{name: getattr(rows, name)[:-1]})
-    assert divergence_rows_compiled(kind_of("tv"), short) is None
-
-
-@compiler
-@pytest.mark.parametrize("name", ["vocab_map", "which"])
-def test_what_lacks_where_sizes_differ_is_left_to_torch(name: str) -> None:
-    rows = make_case(19, 70, subset=True).copied()._replace(**{name: None})
-    assert divergence_rows_compiled(kind_of("tv"), rows) is None
+def test_what_does_not_fit_is_left_to_torch() -> None:
+    """Indices out of place, parts of another size, and those that lack where sizes differ."""
+    case, tv = make_case(19, 70, subset=True), kind_of("tv")
+    for name, at, value in OUT_OF_PLACE.values():
+        rows = case.copied()
+        changed = getattr(rows, name).clone()
+        changed[at] = value
+        assert divergence_rows_compiled(tv, rows._replace(**{name: changed})) is None, name
+    for misfit in MISFITS:
+        rows = case.copied()
+        parts = {
+            name: None if part is None else getattr(rows, name)[part]
+            for name, part in misfit.items()
+        }
+        assert divergence_rows_compiled(tv, rows._replace(**parts)) is None, misfit
 
 
 def test_a_head_of_another_width_is_refused() -> None:

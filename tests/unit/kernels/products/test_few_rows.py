@@ -18,9 +18,7 @@ from draftsmith.kernels.products.few_rows import KINDS, MOST_ROWS, FewRows, few_
 from draftsmith.kernels.products.readings import (
     LEAST_BYTES,
     ROWS,
-    WeightReading,
     candidates,
-    packed,
 )
 from draftsmith.kernels.products.row_steps import row_steps
 
@@ -142,26 +140,6 @@ def test_every_way_to_read_weights_has_the_same_bits(
     assert other.readings != plain.readings
 
 
-def test_readings_follow_the_clock(tmp_path: Path) -> None:
-    """Of one row and of more, each its own; and of another ring of memory, a pass of more bytes."""
-    weight = torch.ones(96, 64)
-
-    def made(name: str, pass_bytes: int = 4 * LEAST_BYTES) -> int:
-        clock = reading_with(name.__eq__, tmp_path)
-        found = few_rows(weight, None, pass_bytes=pass_bytes, choices=clock)
-        assert found is not None
-        return found.readings
-
-    first = made("8 KiB ahead, past caches")
-    assert first == packed([WeightReading(8 << 10, 2, 1)] * len(ROWS))
-    assert made("4 KiB ahead") == first, "what is kept is not timed again"
-    assert made("4 KiB ahead", 8 * LEAST_BYTES) == packed(
-        [WeightReading(4 << 10, 0, 1)] * len(ROWS)
-    )
-    # Too little to leave the nearest caches.
-    assert made("4 KiB ahead", 1) == packed([candidates(rows, 1)[0] for rows in ROWS])
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     st.integers(1, MOST_ROWS), st.integers(1, 130), st.integers(1, 700), st.sampled_from([1, 2, 3])
@@ -236,11 +214,3 @@ def test_what_the_kernel_does_not_know_is_left_to_others(
     module._kernel.cache_clear()
     monkeypatch.setattr(module, "function_of", lambda *given: None)
     assert few_rows(torch.ones(4, 4), None) is None
-
-
-@pytest.mark.parametrize(("outputs", "room"), [(256, 256), (48, 48), (33, 48), (250, 256)])
-def test_no_weights_are_read_that_are_not_there(outputs: int, room: int) -> None:
-    linear = made(torch.ones(outputs, 24), None)
-    assert linear._weight.numel() == room * 24  # all of it is read for every row
-    gated = few_rows(torch.ones(2 * outputs, 24), None, gated=True)
-    assert gated is not None and gated._weight.numel() == 2 * room * 24

@@ -16,7 +16,6 @@ from draftsmith.kernels.products.float32_products import (
     KERNEL,
     LEAST_ROWS,
     MOST_WIDTH,
-    TORCH,
     choose,
     faster_linears,
     is_faster,
@@ -90,15 +89,6 @@ def test_other_matrices_are_torchs(everywhere: None) -> None:
     assert not is_faster(a.double(), b.double())
     assert not is_faster(a.bfloat16(), b.bfloat16())
     assert torch.equal(multiply(a[:3], b), a[:3] @ b)
-
-
-def test_the_clock_decides_and_no_vendor(everywhere: None, tmp_path: Path) -> None:
-    a, b = normal(ROWS, 6), normal(6, 4)
-    assert is_faster(a, b) and not isinstance(faster_linears(CPU), nullcontext)
-    assert not choose(preferring(TORCH, tmp_path / "slower here"))
-    assert not is_faster(a, b)
-    assert isinstance(faster_linears(CPU), nullcontext)
-    assert torch.equal(multiply(a, b), a @ b)
 
 
 def layers(has_bias: bool) -> torch.nn.Sequential:
@@ -184,25 +174,6 @@ def test_widths_of_nothing_and_of_too_much_are_torchs(
         assert not is_faster(wide[0], wide[1].T) and not module._takes(*wide)
     assert torch.equal(multiply(torch.ones(ROWS, 0), torch.ones(0, 5)), nothing)
     assert not is_faster(torch.ones(ROWS, 3), torch.ones(3))
-
-
-@pytest.mark.parametrize("wants_rows, wants_weight", [(True, False), (False, True), (True, True)])
-def test_what_backward_does_not_read_is_not_kept(
-    everywhere: None, wants_rows: bool, wants_weight: bool
-) -> None:
-    weight = normal(20, 30).requires_grad_(wants_weight)
-    rows = normal(ROWS, 30).requires_grad_(wants_rows)
-    kept: list[int] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.data_ptr())
-        return tensor
-
-    with faster_linears(CPU), torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
-        found = torch.nn.functional.linear(rows, weight)
-    assert (rows.data_ptr() in kept, weight.data_ptr() in kept) == (wants_weight, wants_rows)
-    found.sum().backward()
-    assert (rows.grad is not None, weight.grad is not None) == (wants_rows, wants_weight)
 
 
 def test_other_devices_get_an_empty_context(everywhere: None) -> None:

@@ -65,29 +65,6 @@ def test_a_gate_is_torchs(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(apart, found)
 
 
-@dtypes
-def test_a_row_depends_on_no_other(dtype: torch.dtype) -> None:
-    found = steps(dtype)
-    x, weight = numbers(1, 7, 99, dtype=dtype), numbers(99, dtype=dtype, seed=1)
-    x[0, 3, 5] = float("nan")
-    normed, gated = found.normalise(x, weight, 1e-6, 1 / 99), found.gate(x, x)
-    for row in range(7):
-        alone = x[:, row : row + 1]
-        one, other = found.normalise(alone, weight, 1e-6, 1 / 99), found.gate(alone, alone)
-        torch.testing.assert_close(one[0, 0], normed[0, row], rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close(other[0, 0], gated[0, row], rtol=0, atol=0, equal_nan=True)
-    assert normed[0, 3].isnan().all() and gated[0, 3].isnan().sum() == 1
-    assert not normed[0, 2].isnan().any()
-
-
-@dtypes
-def test_large_numbers_open_and_close_a_gate(dtype: torch.dtype) -> None:
-    x = torch.tensor([[[-1e4, -200.0, -0.0, 200.0, 1e4, float("inf")]]], dtype=dtype)
-    found = steps(dtype).gate(x, torch.ones_like(x))[0, 0]
-    assert found[:3].abs().max() == 0
-    assert torch.equal(found[3:], x[0, 0, 3:])
-
-
 def test_a_gate_has_torchs_bits_of_every_bfloat16() -> None:
     x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)[None, None]
     found, expected = steps(torch.bfloat16).gate(x, torch.ones_like(x)), torch.nn.functional.silu(x)

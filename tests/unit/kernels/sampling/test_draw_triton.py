@@ -4,30 +4,22 @@ or a shape that depends on one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.drafters.autoregressive.draft_sampler import draw_tokens
 from draftsmith.errors import UserError
-from draftsmith.kernels import dispatch
-from draftsmith.kernels.sampling import draw as draw_module
-from draftsmith.kernels.sampling import draw_triton as draw_triton_module
-from draftsmith.kernels.sampling import filters
 from draftsmith.kernels.sampling.draw import draw, draw_several
-from draftsmith.kernels.sampling.draw_triton import draw_triton, filter_cuts
+from draftsmith.kernels.sampling.draw_triton import draw_triton
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose
 from tests.sampled_rows import logits_of, options, rows_of, streams
 
 # Of a mass, by which sums and exponentials in float32 may be off; of a probability twenty times.
 OFF = 1e-6
-LOOKS = {"_local_scalar_dense", "nonzero", "sort", "item", "masked_select", "unique"}
 
 
 def kept_in_float64(row: torch.Tensor, rows: SamplingRows, off: float) -> torch.Tensor:
@@ -174,25 +166,6 @@ def mixed(num_rows: int, size: int) -> tuple[torch.Tensor, SamplingRows]:
     return logits_of(7, num_rows, size, 2.0), rows
 
 
-def kept_by_cuts(scaled: torch.Tensor, cuts: torch.Tensor) -> torch.Tensor:
-    """Mask of [N, V]: numbers in the order of their bits, above the cut or from its id on."""
-    bits = torch.where(scaled == 0, 0.0, scaled).view(torch.int32)
-    keys, (cut, first_id) = bits ^ ((bits >> 31) & 0x7FFFFFFF), cuts.T[..., None]
-    return (keys > cut) | ((keys == cut) & (torch.arange(scaled.shape[-1]) >= first_id))
-
-
-def test_cuts_keep_what_is_written(poisoned_empty: None) -> None:
-    kinds = ["steps", "plain", "two levels", "wide", "equal", "not finite", "nothing"]
-    logits, rows = torch.cat([adversarial(kind, 3, 90) for kind in kinds]), mixed(len(kinds), 90)[1]
-    cuts, greedy = filter_cuts(logits, rows, block=64), rows.temperature == 0
-    scaled = process(logits, SamplingRows.of(rows.temperature.tolist()), impl="torch")
-    kept = kept_by_cuts(scaled, cuts)
-    found = process(logits, rows, impl="triton")
-    assert torch.equal(found[~greedy], scaled.masked_fill(~kept, -math.inf)[~greedy])
-    assert cuts[greedy].tolist() == [[-(2**31), 0]], "a greedy row keeps all"
-    assert int((cuts[:, 1] > 0).sum()) >= 2, "sets must end within ties"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mixed_batch_is_the_reference(
     dtype: torch.dtype, device: torch.device, poisoned_empty: None
@@ -229,45 +202,6 @@ def test_several_tokens_are_the_references(size: int, poisoned_empty: None) -> N
     assert found[:, 0].tolist() == one.tokens.tolist()
 
 
-class Operations(TorchDispatchMode):
-    """Names of all operations of torch's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), options: Any = None
-    ) -> Any:
-        self.names.append(function.overloadpacket.__name__)
-        return function(*arguments, **(options or {}))
-
-
-class NoLaunch:
-    """In place of a kernel, whose interpreter uses torch too."""
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
-def test_nothing_is_ordered_or_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, rows = mixed(6, 700)
-    random = streams(6)
-    with Operations() as interpreted:
-        draw(logits, rows, *random, Purpose.DRAFT, impl="triton")
-    assert not LOOKS & set(interpreted.names)
-    for name in ("_scale", "_bound", "_narrow", "_finish"):
-        monkeypatch.setattr(draw_triton_module, name, NoLaunch())
-    with Operations() as around:
-        draw(logits, rows, *random, Purpose.DRAFT, impl="triton")
-    # Views and memory: nothing that a device would launch.
-    assert set(around.names) <= {"empty", "select", "slice", "view"}
-    with Operations() as reference:
-        monkeypatch.setattr(filters, "reads_freely", lambda device: False)
-        draw(logits, rows, *random, Purpose.DRAFT, impl="torch")
-    assert "sort" in LOOKS & set(reference.names), "the test must see one"
-
-
 def test_triton_where_it_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     logits, rows = torch.zeros(1, 8), SamplingRows.of([1.0])
@@ -275,24 +209,6 @@ def test_triton_where_it_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) 
         draw(logits, rows, *streams(1), Purpose.DRAFT, impl="triton")
     with pytest.raises(UserError, match="impl 'triton' cannot run"):
         process(logits, rows, impl="triton")
-
-
-def test_a_drafter_draws_by_the_kernels_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, rows = mixed(6, 200)
-    arguments = logits, rows, *streams(6), torch.arange(200) + 5
-    expected = draw_tokens(*arguments)
-    asked = []
-
-    def on_cuda(impl: str, device: torch.device, dtype: torch.dtype) -> str:
-        asked.append(impl)
-        return "triton"
-
-    monkeypatch.setattr(dispatch, "choose", on_cuda)
-    monkeypatch.setattr(draw_module, "process", None)
-    found = draw_tokens(*arguments)
-    assert asked == ["auto"]
-    assert torch.equal(found.tokens, expected.tokens)
-    assert torch.equal(found.distribution, expected.distribution)
 
 
 @pytest.mark.gpu

@@ -168,11 +168,3 @@ def test_without_looking_at_values_the_distributions_are_the_same(
     looked = process(logits, rows)
     monkeypatch.setattr(filters, "reads_freely", lambda device: False)
     assert torch.equal(process(logits, rows), looked)
-
-
-def test_nothing_is_read_back_from_a_device() -> None:
-    """Tensors of the meta device have no values to be read."""
-    temperature, top_k, top_p, min_p = zip(*CASES, (0.0, 3, 0.9, 0.1))
-    rows = SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p, device="meta")
-    logits = torch.empty(len(temperature), 700, device="meta")
-    assert process(logits, rows.ranking()).shape == process(logits, rows).shape == logits.shape

@@ -6,28 +6,11 @@ from hypothesis import strategies as st
 
 from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.verify.verdict import DraftTree, ancestors, depths, paths
-from tests.draft_trees import ancestor_bits, chain_tree, slot_prefixes, well_formed
+from tests.draft_trees import ancestor_bits, slot_prefixes
 
 
 def rows(*values: list[int]) -> torch.Tensor:
     return torch.tensor(values)
-
-
-def test_a_small_tree() -> None:
-    """Two children of the root; node 1 has two children, the first of which has one. The second row
-    has two nodes."""
-    tree = DraftTree(
-        rows([5, 6, 7, 8, 9], [1, 2, 99, 99, 99]),
-        rows([-1, -1, 1, 1, 2], [-1, 0, 99, 99, -99]),
-        torch.tensor([5, 2]),
-    )
-    assert depths(tree).tolist() == [[0, 0, 1, 1, 2], [0, 1, -1, -1, -1]]
-    assert ancestor_bits(tree).tolist() == [
-        [0b11, 0b101, 0b1101, 0b10101, 0b101101],
-        [0b11, 0b111, 0, 0, 0],
-    ]
-    assert slot_prefixes(tree) == [[[], [5], [6], [6, 7], [6, 8], [6, 7, 9]], [[], [1], [1, 2]]]
-    assert well_formed(tree).tolist() == [True, True]
 
 
 def test_a_node_that_hangs_nowhere_has_itself_alone() -> None:
@@ -55,18 +38,6 @@ def test_a_node_that_hangs_nowhere_has_itself_alone() -> None:
             [none, none, none, 99],
         ],
     ]
-
-
-def test_a_chain_is_a_tree() -> None:
-    tree = chain_tree(torch.zeros(2, MAX_NODES, dtype=torch.int64), torch.tensor([MAX_NODES, 0]))
-    assert depths(tree)[0].tolist() == list(range(MAX_NODES))
-    assert ancestor_bits(tree)[0].tolist() == [2 ** (i + 2) - 1 for i in range(MAX_NODES)]
-    assert depths(tree)[1].unique().tolist() == [-1] and ancestor_bits(tree)[
-        1
-    ].unique().tolist() == [0]
-    assert depths(
-        chain_tree(torch.zeros(3, 0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
-    ).shape == (3, 0)
 
 
 @settings(max_examples=50, deadline=None)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.statistics import g_test
-from draftsmith.kernels.verify.residual import one_hot_logits
 from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy
 from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict
 
@@ -49,10 +48,6 @@ def ids(*values: object) -> torch.Tensor:
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def peaked(tokens: list[int], size: int = 20) -> torch.Tensor:
-    return one_hot_logits(torch.tensor(tokens), torch.zeros(len(tokens), size))
 
 
 # Joint distributions
@@ -206,22 +201,6 @@ def test_triton_decides_as_the_reference(
     assert (reference.accepted > 0).any() and (reference.accepted < tree.lengths.to(device)).any()
 
 
-def test_greedy_paths(verify: Verify) -> None:
-    """Root children 1 and 2; node 1 has children 3 and 4; node 3 has child 5."""
-    tree = DraftTree(ids([1, 2, 3, 4, 5]), ids([-1, -1, 1, 1, 3]), ids(5))
-    arguments = None, None, ids(3), ids(10)
-    verdict = verify(peaked([2, 9, 4, 9, 5, 7]), tree, *arguments)
-    assert verdict.tokens.tolist() == [[2, 4, 5, 7, -1, -1]] and verdict.nodes.tolist() == [
-        [1, 3, 4, -1, -1]
-    ]
-    verdict = verify(peaked([1, 8, 4, 9, 5, 7]), tree, *arguments)
-    assert verdict.tokens.tolist() == [[1, 8, -1, -1, -1, -1]] and verdict.nodes.tolist() == [
-        [0, -1, -1, -1, -1]
-    ]
-    verdict = verify(peaked([6, 8, 4, 9, 5, 7]), tree, *arguments)
-    assert verdict.tokens.tolist() == [[6, -1, -1, -1, -1, -1]] and verdict.accepted.tolist() == [0]
-
-
 def test_children_that_could_not_have_been_drawn_are_passed_over(verify: Verify) -> None:
     """Repeats, placeholders and tokens without mass in q change neither the path nor the token that
     follows, only its node."""
@@ -261,17 +240,6 @@ def test_children_that_could_not_have_been_drawn_are_passed_over(verify: Verify)
         later_p, first, q, torch.nn.functional.pad(q_rows, (0, 2), value=-1), seeds, positions
     )
     assert (later.nodes != 0).all() and (later.nodes != 1).all() and (later.accepted == 1).any()
-
-
-def test_only_impossible_children_leave_p(verify: Verify) -> None:
-    size, tree = 23, DraftTree(ids([-1, 4, 4]), ids([-1, -1, -1]), ids(3))
-    p, q = normal(33, 4, size), normal(34, 3, size)
-    q[0, 4], q[1], q[2] = -math.inf, math.nan, -math.inf
-    for seed in range(2):
-        drawn = sample(p[:1], ids(seed), ids(2), Purpose.RESIDUAL).item()
-        for row in range(3):
-            verdict = verify(p, tree, q, ids([row, -1, -1, -1]), ids(seed), ids(2))
-            assert verdict.tokens.tolist() == [[drawn, -1, -1, -1]]
 
 
 def test_a_last_sibling_of_next_to_no_mass(verify: Verify) -> None:
