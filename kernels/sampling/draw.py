@@ -95,7 +95,8 @@ def draw_compiled(
     positions: torch.Tensor,
     purpose: Purpose,
 ) -> Drawn | None:
-    """As `draw`; None where a rounding of torch's might decide, and where there is no compiler."""
+    """As `draw`: rows on which a rounding of torch's might decide are torch's. None where all are,
+    and where there is no compiler."""
     logits = logits.float() if logits.dtype == torch.bfloat16 else logits
     kernel = draw_kernel() if takes(logits) else None
     if kernel is None:
@@ -115,4 +116,10 @@ def draw_compiled(
         num_tokens,
         torch.get_num_threads(),
     )
-    return Drawn(tokens, processed) if done else None
+    if not done:
+        left = (tokens < 0).nonzero()[:, 0]
+        if len(left) == num_rows:
+            return None
+        own = logits[left], rows.select(left), seeds[left], positions[left]
+        tokens[left], processed[left] = draw(*own, purpose, impl="torch")
+    return Drawn(tokens, processed)

@@ -1,6 +1,6 @@
 // Draws from a request's distribution, and verification of a chain by it, from raw logits. The
 // reference is torch's: filters.py, random_streams.py and chain.py say what is computed.
-// draw_compiled.py and chain_compiled.py compile it.
+// draw.py and chain.py compile it.
 //
 // Sums and logarithms are rounded otherwise than torch rounds them. Wherever that might change which
 // token is drawn or kept nothing is decided, and the caller takes torch's way: so tokens are the same.
@@ -130,34 +130,51 @@ Scratch& scratch(int64_t tokens) {
   return own;
 }
 
-void keep_top_k(Distribution* d, int64_t most) {
+void keep_top_k(Distribution* d, int64_t most, Scratch& own) {
   if (most >= d->tokens) return;
-  int64_t low = rank(-INFINITY), high = int64_t(rank(d->top)) + 1;
+  const float* logits = d->logits;
+  int64_t tokens = d->tokens, low = rank(-INFINITY), high = int64_t(rank(d->top)) + 1;
   while (high - low > 1) {  // the largest rank that `most` tokens reach
     const int32_t middle = int32_t(low + (high - low) / 2);
     int64_t count = 0;
-    for (int64_t v = 0; v < d->tokens; v++) count += rank(d->logits[v]) >= middle;
+    for (int64_t v = 0; v < tokens; v++) count += rank(logits[v]) >= middle;
     (count >= most ? low : high) = middle;
+    if (count < most || count > tokens / 8) continue;
+    float* reaching = own.e.data();  // of the others none counts any more
+    count = 0;
+    for (int64_t v = 0; v < tokens; v++) {
+      const float x = logits[v];
+      reaching[count] = x;
+      count += rank(x) >= middle;
+    }
+    logits = reaching;
+    tokens = count;
   }
   const float last = of_rank(low);
   d->sure = d->least = last > -FLT_MAX ? last : -FLT_MAX;
 }
 
+// Tokens that a nucleus may end at.
+struct Likely {
+  float *logits, *masses;
+  int64_t count;
+};
+
 // The smallest rank in (low, high] above whose tokens there is less than `mass`; `high` is one.
-int64_t reached(const Distribution& d, const float* masses, double mass, int64_t low,
-                int64_t high) {
+int64_t reached(const Likely& likely, double mass, int64_t low, int64_t high) {
   while (high - low > 1) {
     const int32_t middle = int32_t(low + (high - low) / 2);
     double above = 0;
-    for (int64_t v = 0; v < d.tokens; v++)
-      above += rank(d.logits[v]) > middle ? double(masses[v]) : 0.0;
+    for (int64_t i = 0; i < likely.count; i++)
+      above += rank(likely.logits[i]) > middle ? double(likely.masses[i]) : 0.0;
     (above < mass ? high : low) = middle;
   }
   return high;
 }
 
-bool keep_top_p(Distribution* d, double top_p, float* masses) {
+bool keep_top_p(Distribution* d, double top_p, Scratch& own) {
   double total = 0;
+  float* masses = own.masses.data();
   const Distribution known = *d;  // that no write to `masses` may change: else there are no vectors
   for (int64_t v = 0; v < known.tokens; v++) {
     const float x = known.logits[v], mass = exponential(x - known.top);
@@ -170,12 +187,18 @@ bool keep_top_p(Distribution* d, double top_p, float* masses) {
   const double rest = std::max(1 - top_p - error, 0.0) / double(d->tokens);
   const float unlikely = float(double(d->top) + log(rest) - 1);
   const int64_t low = rest > 0 && unlikely > -FLT_MAX ? rank(unlikely) : rank(-INFINITY) - 1;
-  int64_t sure = reached(*d, masses, (top_p - error) * total, low, rank(d->top));
-  const int64_t least = reached(*d, masses, (top_p + error) * total, low, sure);
+  Likely likely = {own.e.data(), own.upper.data(), 0};
+  for (int64_t v = 0; v < known.tokens; v++) {
+    likely.logits[likely.count] = known.logits[v];
+    likely.masses[likely.count] = masses[v];
+    likely.count += rank(known.logits[v]) > low;
+  }
+  int64_t sure = reached(likely, (top_p - error) * total, low, rank(d->top));
+  const int64_t least = reached(likely, (top_p + error) * total, low, sure);
   // Of several that are equally likely the order decides.
-  int64_t count = 0;
-  for (int64_t v = 0; v < d->tokens; v++) count += rank(d->logits[v]) == int32_t(sure);
-  sure += count > 1;
+  int64_t equal = 0;
+  for (int64_t i = 0; i < likely.count; i++) equal += rank(likely.logits[i]) == int32_t(sure);
+  sure += equal > 1;
   const float sure_logit = of_rank(sure), least_logit = of_rank(least);
   d->sure = sure_logit > d->sure ? sure_logit : d->sure;
   d->least = least_logit > d->least ? least_logit : d->least;
@@ -194,7 +217,7 @@ void keep_min_p(Distribution* d, float min_p) {
 
 // Row `row` of raw logits by its options, into `out`. False where torch has to decide.
 bool prepare(const float* raw, const Options& options, int64_t row, int64_t tokens, float* out,
-             float* masses, Distribution* d) {
+             Scratch& own, Distribution* d) {
   const float temperature = options.temperature[row];
   const bool greedy = temperature == 0;
   const float divisor = greedy ? 1.0f : temperature;
@@ -213,8 +236,8 @@ bool prepare(const float* raw, const Options& options, int64_t row, int64_t toke
     out[best] = d->top = d->sure = d->least = 0;
     return true;
   }
-  if (options.top_k[row] > 0) keep_top_k(d, options.top_k[row]);
-  if (options.top_p[row] < 1 && !keep_top_p(d, options.top_p[row], masses)) return false;
+  if (options.top_k[row] > 0) keep_top_k(d, options.top_k[row], own);
+  if (options.top_p[row] < 1 && !keep_top_p(d, options.top_p[row], own)) return false;
   if (options.min_p[row] > 0) keep_min_p(d, options.min_p[row]);
   return true;
 }
@@ -331,8 +354,7 @@ bool verify(const float* raw, int64_t stride, const Options& options, int64_t ro
   Scratch& own = scratch(tokens);
   Distribution p, q;
   for (int64_t kept = 0;; kept++) {
-    if (!prepare(raw + kept * stride, options, row, tokens, own.p.data(), own.masses.data(), &p))
-      return false;
+    if (!prepare(raw + kept * stride, options, row, tokens, own.p.data(), own, &p)) return false;
     const bool last = kept == chain.length;
     const uint64_t key =
         stream_key(chain.seed, chain.position + kept, last ? kBonus : kResidual);
@@ -376,7 +398,7 @@ int64_t draw_row(const float* raw, const Options& options, int64_t row, int64_t 
                  uint64_t key, float* out) {
   Scratch& own = scratch(tokens);
   Distribution d;
-  if (!prepare(raw, options, row, tokens, out, own.masses.data(), &d)) return -1;
+  if (!prepare(raw, options, row, tokens, out, own, &d)) return -1;
   const int64_t token = race(d, key, -1, own);
   int64_t unsure = 0;
   for (int64_t v = 0; v < tokens; v++) {
@@ -392,7 +414,8 @@ bool all_decided(const int64_t* tokens, int64_t rows) {
 
 }  // namespace
 
-// One token of each row; its distribution into `processed`. False where torch has to decide.
+// One token of each row; its distribution into `processed`. False where torch has to decide on
+// some, whose token is -1.
 extern "C" bool draw(const float* logits, int64_t stride, const float* temperature,
                      const int64_t* top_k, const double* top_p, const float* min_p,
                      const int64_t* seeds, const int64_t* positions, int64_t purpose,
@@ -408,7 +431,7 @@ extern "C" bool draw(const float* logits, int64_t stride, const float* temperatu
 
 // Of each row how many drafts were kept, these, the token after them, then -1; the first
 // `num_drafting` have drafts, and own `sizes` rows of logits beside their first one. False where
-// torch has to decide.
+// torch has to decide on some, which begin with -1.
 extern "C" bool verify_chains(const float* logits, int64_t stride, const float* temperature,
                               const int64_t* top_k, const double* top_p, const float* min_p,
                               const int64_t* drafts, const int64_t* lengths, const int64_t* sizes,
@@ -427,10 +450,10 @@ extern "C" bool verify_chains(const float* logits, int64_t stride, const float* 
       chain.length = lengths[row];
       chain.q = q ? q + row * num_draft * tokens : nullptr;
     }
-    Decision found = {0, -1};
-    if (!verify(logits + begins[row] * stride, stride, options, row, tokens, chain, &found)) return;
     int64_t* out = verdicts + row * (num_draft + 2);
     std::fill(out, out + num_draft + 2, -1);
+    Decision found = {0, -1};
+    if (!verify(logits + begins[row] * stride, stride, options, row, tokens, chain, &found)) return;
     *out++ = found.accepted;
     for (int64_t i = 0; i < found.accepted; i++) *out++ = chain.tokens[i];
     *out = last[row] = found.token;

@@ -170,8 +170,8 @@ def verify_logits_compiled(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor | None:
-    """As `verify_logits`; None where a rounding of torch's might decide, a row has no mass, and
-    where there is no compiler."""
+    """As `verify_logits`: requests on which a rounding of torch's might decide, or of which a row
+    has no mass, are torch's. None where all are, and where there is no compiler."""
     kernel = _kernel() if takes(logits) else None
     if kernel is None:
         return None
@@ -203,4 +203,12 @@ def verify_logits_compiled(
         logits.shape[-1],
         torch.get_num_threads(),
     )
-    return verdicts if done else None
+    if not done:
+        left = (verdicts[:, 0] < 0).nonzero()[:, 0]
+        if len(left) == num_rows:
+            return None
+        mine = torch.isin(owners(drafts or no_drafts(logits), num_rows, len(logits)), left)
+        of_left = None if drafts is None else drafts.select(left[left < num_drafting])
+        own = logits[mine], rows.select(left), of_left, seeds[left], positions[left]
+        verdicts[left] = verify_logits(*own, impl="torch")
+    return verdicts

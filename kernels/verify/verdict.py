@@ -21,6 +21,9 @@ class Drafts(NamedTuple):
     # [D] int64, >= lengths: rows of target logits that each row owns beside its first one
     sizes: torch.Tensor
 
+    def select(self, rows: torch.Tensor) -> Drafts:
+        return Drafts(*(part if part is None else part[rows] for part in self))
+
     def padded(self, num_rows: int) -> Drafts:
         """The same of all rows; those behind the first D have none."""
         missing = num_rows - len(self.tokens)

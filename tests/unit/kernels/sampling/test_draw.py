@@ -105,6 +105,18 @@ def test_a_filter_that_ends_within_equal_tokens_is_left_to_torch() -> None:
 
 
 @compiler
+def test_rows_that_torch_decides_leave_the_others_to_the_kernel() -> None:
+    logits = 3 * torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    logits[1], logits[2] = math.nan, 0.0
+    rows = SamplingRows.of([1.0] * 4, top_p=[0.9, 0.9, 0.55, 0.9], min_p=[0.0, 0.0, 1.0, 0.0])
+    found = draw_compiled(logits, rows, *streams(4), Purpose.DRAFT)
+    expected = draw_torch(logits, rows, *streams(4), Purpose.DRAFT)
+    assert found is not None
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert torch.equal(found.logits, expected.logits)
+
+
+@compiler
 def test_logits_of_another_type_are_torchs() -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     for other in (logits.double(), logits.T.contiguous().T[:, ::2]):
@@ -133,7 +145,7 @@ def test_draws_follow_the_distribution_of_float64() -> None:
         arguments = logits.expand(part, -1), rows, seeds, torch.zeros_like(seeds), Purpose.BONUS
         decided += draw_compiled(*arguments) is not None
         tokens += draw(*arguments).tokens.tolist()
-    assert decided > 0.9 * count / part  # one row of a part that is not makes it torch's
+    assert decided > 0.9 * count / part
     probs = (logits[0].double() / 0.8).softmax(-1)
     order = probs.argsort(descending=True)
     kept = order[: int((probs[order].cumsum(0) < 0.9).sum()) + 1]

@@ -215,7 +215,23 @@ def test_rows_without_drafts_draw_bonus_tokens_of_their_own_in_triton(
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 def test_rows_without_a_distribution_are_left_to_torch(value: float) -> None:
     given = case(0)
-    assert given.decided(logits=torch.full_like(given.logits, value)) is None
+    logits = torch.full_like(given.logits, value)
+    assert given.decided(logits=logits) in (None, given.reference(logits))
+
+
+@compiler
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("row", range(3))
+def test_requests_without_a_distribution_leave_the_others_to_the_kernel(
+    row: int, drawn: bool
+) -> None:
+    given = case(0, drawn=drawn, spare=1)
+    assert given.drafts is not None
+    logits, begin = given.logits.clone(), int((given.drafts.sizes[:row] + 1).sum())
+    logits[begin] = math.nan
+    found = given.decided(logits=logits)
+    assert found is not None and found == given.reference(logits)
+    assert [tokens[:2] == [0, -1] for tokens in found] == [row == at for at in range(3)]
 
 
 @compiler
