@@ -283,6 +283,7 @@ def test_other_models_and_paths_are_not_found(server: Any) -> None:
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
     for response in (server.http.get("/v1/nothing"), server.http.get("/v1/completions")):
         assert response.status_code in (404, 405) and response.json()["error"]["message"]
+    assert response.headers["allow"] == "POST"
 
 
 def test_a_tokenizer_without_chat_template_refuses_chat(

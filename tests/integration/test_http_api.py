@@ -369,15 +369,6 @@ def test_service_endpoints(server: Any, client: openai.OpenAI) -> None:
         client.models.retrieve("org/other")
 
 
-def test_errors_of_the_openai_client_are_typed(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model="tiny", prompt="x", temperature=-1)
-    assert refused.value.param == "temperature" and refused.value.type == "invalid_request_error"
-    with pytest.raises(openai.NotFoundError) as missing:
-        client.chat.completions.create(model="other", messages=CHAT)
-    assert missing.value.code == "model_not_found" and missing.value.param == "model"
-
-
 def test_a_final_message_is_continued(server: Any, target: Target) -> None:
     messages = [*CHAT, {"role": "assistant", "content": "for name in"}]
     body = {"messages": messages, "continue_final_message": True}
@@ -510,12 +501,3 @@ def test_the_schema_documents_what_comes(server: Any, client: openai.OpenAI) -> 
         "return_token_ids": True,
     }
     ChatBody.model_validate(server.http.post("/v1/chat/completions", json=chat).json(), strict=True)
-
-
-def test_no_other_method_is_taken_and_the_right_one_is_named(server: Any) -> None:
-    response = server.http.delete("/v1/completions")
-    assert (
-        response.status_code == 405
-        and response.headers["allow"] == "POST"
-        and response.json()["error"]["message"]
-    )

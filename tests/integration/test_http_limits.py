@@ -18,7 +18,6 @@ from draftsmith.serve.config import EngineConfig
 from tests.waiting import wait_until
 
 LONG = {"max_tokens": 200, "ignore_eos": True}
-JSON = {"content-type": "application/json"}
 
 
 def error(response: Any, status: int, code: str | None) -> dict[str, Any]:
@@ -240,42 +239,3 @@ def test_ids_that_would_keep_everybody_waiting_are_not_decoded(
         assert refusal["param"] == "tokens" and f"{count} ids" in refusal["message"]
     decoded = server.http.post("/detokenize", json={"tokens": [40] * 65_536}).json()["prompt"]
     assert decoded == target.tokenizer().decode([40]) * 65_536
-
-
-SLOW_WORK = {
-    "prompts": ("/tokenize", {"prompt": "some text " * 200_000}),
-    "grammars": (
-        "/v1/completions",
-        {"prompt": "x", "structured_outputs": {"regex": "a?" * 15_000}},
-    ),
-}
-
-
-# `test_http_aside.py` sees the same in the ordinary lane.
-@pytest.mark.long
-@pytest.mark.parametrize("kind", SLOW_WORK)
-def test_no_client_keeps_the_others_waiting(
-    kind: str, target: Target, live_server: Callable
-) -> None:
-    server = live_server(target, None, EngineConfig())
-    path, body = SLOW_WORK[kind]
-    assert server.complete("x", max_tokens=1, structured_outputs={"regex": "y"}).status_code == 200
-    content = json.dumps(body)
-    clients = [
-        threading.Thread(
-            target=server.http.post, args=(path,), kwargs={"content": content, "headers": JSON}
-        )
-        for _ in range(2)
-    ]
-    for client in clients:
-        client.start()
-    time.sleep(0.5)
-    answers = [
-        server.complete("x", max_tokens=1),
-        server.complete("x", max_tokens=1, structured_outputs={"regex": "z"}),
-        server.http.post("/tokenize", json={"prompt": "x"}),
-    ]
-    assert any(client.is_alive() for client in clients), "nobody was slow"
-    assert [answer.status_code for answer in answers] == [200] * 3
-    for client in clients:
-        client.join()

@@ -87,6 +87,9 @@ def test_a_stream_is_the_response_in_events(client: openai.OpenAI, scripted: Cal
         assert deltas == ["so", "Let me see.", '{"unit": "C"}', '{"unit": "C"}'][index]
     with client.responses.stream(**OPTIONS, tools=[WEATHER]) as stream:
         assert bare(stream.get_final_response()) == bare(whole)
+    scripted("")
+    (message,) = client.responses.create(**OPTIONS).output
+    assert (message.type, message.content[0].text) == ("message", "")
 
 
 def test_a_loop_of_tools(server: Any, client: openai.OpenAI) -> None:

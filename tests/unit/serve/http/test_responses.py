@@ -4,7 +4,6 @@ as parts of a text."""
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import pytest
@@ -77,19 +76,6 @@ def test_a_chunk_has_the_bytes_of_its_body(
         for index in (0, 1):
             expected = "".join(map(whole.frame, whole.events(index, of, update)))
             assert fast.frames(index, of, update) == expected
-
-
-def test_what_is_around_a_text_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = responder("completion", ResponseOptions())
-    built = []
-    chunk = Responder.chunk
-    monkeypatch.setattr(
-        Responder, "chunk", lambda self, choices: built.append(choices) or chunk(self, choices)
-    )
-    frames = [answer.frames(0, request(), Update([3], "x", [], None)) for _ in range(9)]
-    assert len(built) == 2  # the first, which may have more, and the one around all others
-    assert len(set(frames)) == 1
-    assert json.loads(frames[0].removeprefix("data: "))["choices"][0]["text"] == "x"
 
 
 def answered(text: str, prompt: str, kind: str, sizes: list[int], stop: str = "") -> Any:
