@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from draftsmith.drafters.versions import publish, read_decisions, record_decision, rollback
+from draftsmith.drafters.versions import publish, record_decision, rollback
 from draftsmith.kernels.acceptance import AcceptanceCounts, bucket_of
 from draftsmith.serve.metrics.dashboard import (
     DECISIONS_SHOWN,
@@ -157,20 +156,6 @@ def test_the_latest_decisions_are_told_and_some_are_alarms(told: Callable, tmp_p
         record_decision(tmp_path, {"decision": "hold", "version": number})
     rows = cells(told(), "Decisions")
     assert len(rows) == DECISIONS_SHOWN and rows[0][2] == str(DECISIONS_SHOWN - 1)
-
-
-def test_a_long_log_costs_what_is_shown_of_it(told: Callable, tmp_path: Path) -> None:
-    numbers = {str(number): 1 / 3 for number in range(20)}
-    lines = [json.dumps({"decision": "hold", "version": one, **numbers}) for one in range(20_000)]
-    (tmp_path / "decisions.jsonl").write_text("\n".join(lines) + '\n{"decision": "to')
-
-    def least_s(read: Callable[[], Any]) -> float:
-        begun_s = [time.process_time() for _ in range(4) if read() or True]
-        return min(after - before for before, after in pairwise(begun_s))
-
-    assert least_s(told) < least_s(lambda: read_decisions(tmp_path)) / 3
-    versions = [row[2] for row in cells(told(), "Decisions")]
-    assert versions == [str(one) for one in range(19_999, 19_999 - DECISIONS_SHOWN, -1)]
 
 
 def test_streams_with_an_alarm_and_the_latest_ones_are_told(told: Callable, tmp_path: Path) -> None:

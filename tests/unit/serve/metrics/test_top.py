@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.serve.metrics.top import BLOCKS, STYLES, one_line, screen, sparkline
+from draftsmith.serve.metrics.top import BLOCKS, STYLES, one_line, screen
 
 DATA: dict[str, Any] = {
     "model": "tiny",
@@ -58,10 +58,3 @@ def test_names_from_clients_cannot_steer_the_terminal() -> None:
     drawn = screen(DATA | {"model": "\x1b[31mred\nline", "tables": [table]})
     assert "\x07" not in drawn and "\x1b[2J" not in drawn and "\x1b]" not in drawn
     assert one_line(DATA | {"model": "\x1b[31mred\nline"}).isprintable()
-
-
-def test_a_sparkline_is_as_wide_as_it_may_be() -> None:
-    assert sparkline([1.0, 2.0, None, 3.0], 10) == f"{BLOCKS[0]}{BLOCKS[4]} {BLOCKS[7]}"
-    assert sparkline([9.0, 1.0, 2.0], 2) == BLOCKS[0] + BLOCKS[7]
-    assert sparkline([2.0, 2.0], 5) == BLOCKS[0] * 2
-    assert sparkline([None], 5) == sparkline([], 5) == sparkline([1.0], 0) == ""

@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -64,15 +63,6 @@ def test_a_tenant_is_one_class_whatever_it_calls_its_requests() -> None:
         queue.append(make_request(kind, tenant="greedy"))
     queue.append(make_request("e", tenant="other"))
     assert "e" in [queue.pop().options.request_class for _ in range(2)]
-
-
-def test_who_was_put_back_goes_first_and_the_earlier_one_before_the_later() -> None:
-    queue = FairQueue()
-    fill(queue, "a", "b")
-    later, earlier = make_request("later"), make_request("earlier")
-    queue.put_back(later)
-    queue.put_back(earlier)
-    assert [queue.head(), queue.pop(), queue.pop()] == [earlier, earlier, later]
 
 
 @settings(max_examples=150, deadline=None)
@@ -148,25 +138,6 @@ def test_the_work_before_a_waiting_request_is_bounded(
             return
         work += cost_of(request)
         assert work <= bound
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    flood=st.lists(st.tuples(st.integers(0, 1000), st.integers(4, 30)), min_size=60, max_size=60)
-)
-@example(flood=[(kind, 4) for kind in range(60)])
-def test_nobody_starves_under_an_endless_flood_of_new_classes(flood: list[tuple[int, int]]) -> None:
-    """Two arrive for each that is admitted. Requests below 4 tokens would bring more classes than
-    60 admissions serve: fair shares of a growing number of classes shrink."""
-    queue = FairQueue()
-    fill(queue, "b")
-    patient = fill(queue, "b")[0]
-    for kind, size in flood:
-        queue.append(make_request(f"new {kind}", size, size))
-        queue.append(make_request(f"newer {kind}", size, size))
-        if queue.pop() is patient:
-            return
-    pytest.fail("the second request of class b still waits after 60 admissions")
 
 
 def test_priority_orders_a_class_and_takes_nothing_from_others() -> None:
