@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +22,6 @@ from draftsmith.serve.requests.request import Completion, FinishReason
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.grammar_matcher import (
     GrammarCompiler,
-    GrammarFailure,
     GrammarMatcher,
 )
 from draftsmith.serve.sampling.params import SamplingParams
@@ -35,12 +33,8 @@ SCHEMA = {
     "required": ["n", "s"],
     "additionalProperties": False,
 }
-SHORT = {
-    "type": "object",
-    "properties": {"a": {"enum": [1, 23]}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+
+
 PATTERN = "[ab]{2,5}c|d+"
 
 
@@ -122,22 +116,6 @@ def fail_behind(monkeypatch: pytest.MonkeyPatch, token: int) -> list[int]:
 
     monkeypatch.setattr(GrammarMatcher, "_walk", limited)
     return walks
-
-
-def test_a_prefix_on_which_the_library_gives_up_leaves_the_others(
-    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
-    sound, matcher = (compiler.compile(Grammar.regex(PATTERN)) for _ in range(2))
-    expected = [sound.masks([prefix])[0] for prefix in ([], [a], [a, a])]
-    fail_behind(monkeypatch, b)
-    with pytest.raises(GrammarFailure):
-        matcher.masks([[], [a], [a, b], [a, a]])
-    assert np.array_equal(matcher.masks([[], [a], [a, a]]), expected)
-    matcher.commit([a])
-    with pytest.raises(GrammarFailure):
-        matcher.masks([[], [b]])
-    assert np.array_equal(matcher.masks([[], [a]]), expected[1:]), "behind what was committed"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -266,22 +244,6 @@ def test_a_stop_token_ends_a_grammar_early(
     params = SamplingParams(grammar=Grammar.regex("[ab]{2}cd"), stop_token_ids=(stop,), seed=1)
     done = answers(target, fixed_drafter(), params, k=4)
     assert all(re.fullmatch("[ab]{2}c", one.text) and one.tokens[-1] == stop for one in done)
-
-
-def test_texts_follow_the_targets_distribution_given_the_grammar(
-    target: Target, fixed_drafter: Callable
-) -> None:
-    """The first token's distribution, by renormalising the target's over the mask."""
-    params = SamplingParams(grammar=Grammar.json_schema(SHORT), temperature=0.0)
-    first = answers(target, fixed_drafter(), params, k=4)[0].tokens
-    compiler = GrammarCompiler(target.tokenizer(), target.vocab_size, target.eos_token_ids)
-    matcher = compiler.compile(Grammar.json_schema(SHORT))
-    for count, token in enumerate(first):
-        text = torch.tensor([[5, 6, 7, *first[:count]]])
-        _, hidden = target.states(text, torch.ones_like(text), ())
-        scores = target.head(hidden[0, -1]).float()
-        scores[~torch.from_numpy(matcher.masks([first[:count]])[0])] = -torch.inf
-        assert int(scores.argmax()) == token
 
 
 def test_without_the_library_the_request_is_told_how_to_get_it(

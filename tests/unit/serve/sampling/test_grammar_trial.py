@@ -37,30 +37,18 @@ def chain(count: int, holder: Callable[[dict], Any], where: str = "$defs") -> Gr
 
 DEEP = {
     "rules": lark(5000, lambda at: f"a{at}"),
-    "rules in brackets": lark(5000, lambda at: f'"(" [a{at}] ")"'),
-    "terminals": lark(40_000, lambda at: f"A{at}", "A"),
     "references": chain(3000, dict),
-    "references to definitions": chain(3000, dict, "definitions"),
-    "properties": chain(3000, lambda next: {"type": "object", "properties": {"p": next}}),
     "items": chain(3000, lambda next: {"type": "array", "items": next}),
-    "prefixes": chain(3000, lambda next: {"type": "array", "prefixItems": [next]}),
-    "alternatives": chain(3000, lambda next: {"anyOf": [next, {"type": "boolean"}]}),
-    "one of them": chain(3000, lambda next: {"oneOf": [next]}),
-    "all of them": chain(3000, lambda next: {"allOf": [next, {"description": "d"}]}),
-    "further properties": chain(3000, lambda next: {"additionalProperties": next}),
     "in a tool": Grammar.combined(
         "start: @arguments", {"arguments": chain(3000, lambda next: {"items": next})}
     ),
-    "in Lark": Grammar.lark(f"start: %json {chain(3000, lambda next: {'items': next}).source}"),
     "nested in brackets": Grammar.lark(f"start: {'(' * 50_000}{LEAF}{')' * 50_000}"),
     "nested expression": Grammar.regex("(" * 50_000 + "a" + ")*" * 50_000),
     "nested schema": Grammar("json_schema", '{"items": ' * 50_000 + "{}" + "}" * 50_000),
 }
 SLOW = {
     "many options": Grammar.regex("a?" * 15_000),
-    "repeats of repeats": Grammar.regex("(a{1000}){1000}"),
     "repeats behind a text": Grammar.regex("[ab]{3}(a{1000}){1000}"),
-    "many rules": Grammar.lark("start: " + '"a"? ' * 30_000),
     "a schema's expression": Grammar.json_schema(
         {"type": "string", "pattern": "^" + "[ab]?" * 20_000 + "$"}
     ),

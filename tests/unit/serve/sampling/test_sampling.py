@@ -5,17 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.errors import UserError
-from draftsmith.serve.sampling import adjustments
 from draftsmith.serve.sampling.adjustments import (
     Adjustments,
     DraftPrefixes,
@@ -161,33 +158,6 @@ def test_a_pair_of_a_row_and_a_token_has_the_same_counts_wherever_it_stands() ->
     assert found[1, 3] == (1, True) and found[1, 7] == (2, False) and found[0, 1] == (2, True)
 
 
-class Largest(TorchDispatchMode):
-    """Largest number of elements that an operation gives."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor):
-            self.most = max(self.most, found.numel())
-        return found
-
-
-def test_a_long_text_costs_no_row_of_another_request() -> None:
-    vocab_size, num_rows, prefix = 2048, 64, [7, 8, 9, 7]
-    prompt = list(range(2000))
-    asked = [SamplingParams(presence_penalty=0.5), *[SamplingParams(min_tokens=9)] * 31]
-    asked += [SamplingParams(presence_penalty=0.7)] * 32
-    texts = [prompt, *[[5, 6]] * (num_rows - 1)]
-    states = [state_of(one, len(text)) for one, text in zip(asked, texts)]
-    adjust = Adjustments.of(states, texts)
-    assert adjust is not None
-    logits = torch.randn(num_rows, vocab_size)
-    with Largest() as seen:
-        apply(adjust, logits, range(num_rows), [prefix] * num_rows)
-    assert seen.most == logits.numel()
-
-
 def test_a_request_that_asks_for_nothing_has_no_adjustment_and_its_neighbour_changes_no_row_of_it() -> (
     None
 ):
@@ -207,25 +177,6 @@ def test_a_least_number_of_tokens_bans_nothing_of_a_request_without_ends() -> No
     found = apply(adjust, logits, [0, 1], [[], []])
     assert torch.equal(found[0], logits[0])
     assert (found[1] == -torch.inf).nonzero().tolist() == [[9]]
-
-
-def test_masks_of_first_drafted_tokens_need_no_look_at_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(adjustments, "read_freely", lambda numbers: None)
-    words = SamplingParams(bad_words=((4, 5), (6,)), repetition_penalty=1.3)
-    adjust = batch((SamplingParams(), [1], [2]), (words, [3], [4]), (words, [3], [7]))
-    rows, logits = torch.tensor([2, 1, 0]), torch.randn(3, VOCAB)
-    looked: list[int] = []
-    look = adjust._on_host
-    monkeypatch.setattr(adjust, "_on_host", lambda *given: (looked.append(1), look(*given)))
-    first = adjust(logits, rows, torch.empty(3, 0, dtype=torch.int64))
-    assert not looked
-    assert torch.equal(first, apply(adjust, logits, rows.tolist(), [[], [], []]))
-    assert (first == -torch.inf).nonzero().tolist() == [[0, 6], [1, 5], [1, 6]]
-    behind = adjust(logits, rows, torch.tensor([[4], [4], [4]]))
-    assert torch.equal(behind, apply(adjust, logits, rows.tolist(), [[4], [4], [4]]))
-    assert (behind == -torch.inf).nonzero().tolist() == [[0, 5], [0, 6], [1, 5], [1, 6]]
 
 
 @pytest.mark.gpu
@@ -248,46 +199,6 @@ def test_rows_on_a_device_are_those_on_the_cpu() -> None:
         found.append(apply(adjust, logits.to(device), owners, prefixes).cpu())
     # A division on the device may round otherwise.
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
-
-
-# Re-derived after vLLM's tests/v1/sample/test_rejection_sampler.py: target logits peak at the
-# drafted tokens (100 against 1), so that greedy verification keeps them until a penalty or a ban
-# says otherwise.
-GOLDEN = [
-    # Each target logit of 100 outweighs a frequency penalty of 2: all stand.
-    (SamplingParams(temperature=0, frequency_penalty=2.0), [], [5, 5, 5], [5, 5, 5]),
-    # 100 / 1.5 for a token seen, against 70 for the runner-up: 5 falls where it would come a second
-    # time.
-    (SamplingParams(temperature=0, repetition_penalty=1.5), [], [5, 5, 5], [5, 7, 7]),
-    # In the prompt it counts for repetition, not for presence.
-    (SamplingParams(temperature=0, repetition_penalty=1.5), [5], [5, 6, 5], [7, 6, 7]),
-    (
-        SamplingParams(temperature=0, presence_penalty=2.0, logit_bias=((7, 29.0),)),
-        [5],
-        [5, 5, 5],
-        [5, 7, 7],
-    ),
-    # The pair 5 6 may not come about; behind a 7 the 6 may.
-    (SamplingParams(temperature=0, bad_words=((5, 6),)), [], [5, 6, 6], [5, 7, 6]),
-    (SamplingParams(temperature=0, bad_words=((5,), (8, 9, 10))), [], [8, 9, 10, 5], [8, 9, 7, 7]),
-    (SamplingParams(temperature=0, allowed_token_ids=(5, 7)), [], [5, 6, 5], [5, 7, 5]),
-    (SamplingParams(temperature=0, min_tokens=2), [], [0, 0, 0], [7, 7, 0]),
-]
-
-
-@pytest.mark.parametrize(("asked", "prompt", "draft", "expected"), GOLDEN)
-def test_golden_vectors(
-    asked: SamplingParams, prompt: list[int], draft: list[int], expected: list[int]
-) -> None:
-    """The argmax of each row behind the drafted tokens before it; the runner-up is 7."""
-    adjust = batch((asked, [3, *prompt], []))
-    logits = torch.ones(len(draft), VOCAB)
-    logits[:, 7] = 70.0
-    logits[torch.arange(len(draft)), draft] = 100.0
-    # EOS would end the answer, and behind the end nothing is adjusted: each row is taken for
-    # itself.
-    prefixes = [[token if token else 7 for token in draft[:length]] for length in range(len(draft))]
-    assert apply(adjust, logits, [0] * len(draft), prefixes).argmax(-1).tolist() == expected
 
 
 @pytest.mark.parametrize(
