@@ -91,40 +91,6 @@ def test_what_is_told_does_not_depend_on_when(
     )
 
 
-ORDERS = {
-    "in turn": ["pass", "update", "pass", "update", "pass", "last update"],
-    "late": ["pass", "pass", "update", "pass", "update", "last update"],
-    "ahead": ["pass", "pass", "pass", "update", "update", "last update"],
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_rounds_updates_come_while_the_next_pass_runs_and_the_last_at_once(
-    target: Target, order: str
-) -> None:
-    """Where logprobs are asked for, no pass is launched ahead of the tokens before it."""
-    overlaps, logprobs = order != "in turn", None if order == "ahead" else 0
-    engine = build_engine(target, None, EngineConfig(num_blocks=64, block_size=8))
-    engine.committer.overlaps = overlaps
-    events: list[str] = []
-    run = engine.runner.run
-
-    def launched(*given: Any) -> Any:
-        events.append("pass")
-        return run(*given)
-
-    engine.runner.run = launched
-
-    def told(request: Request, update: Update) -> None:
-        events.append("last update" if update.finish_reason else "update")
-
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=logprobs)
-    engine.submit(PROMPTS[0], params, told)
-    while engine.scheduler.busy:
-        engine.step()
-    assert events == ORDERS[order]
-
-
 def answers(target: Target, drafter: Any, *, overlaps: bool, values: dict[str, Any]) -> list[tuple]:
     """Tokens and ends of requests that come, are cancelled, change their k and end as rounds go
     by, in a batch of three with too few blocks for all."""

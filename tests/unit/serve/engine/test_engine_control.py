@@ -111,20 +111,6 @@ def test_an_untrained_head_drafts_again_after_rounds_without_it(
     assert not engine.stats.fallbacks
 
 
-def test_a_requests_own_k_is_a_cap_of_the_controls_choice(
-    target: Target, fixed_drafter: Callable
-) -> None:
-    engine = build_engine(target, fixed_drafter(), EngineConfig(k=8, adaptive=True))
-    requests = [
-        engine.submit(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True, k=k))
-        for k in (0, 1, None)
-    ]
-    while engine.busy:
-        engine.step()
-    assert requests[0].speculation.offered == [] and max(requests[1].speculation.offered) == 1
-    assert 1 < max(requests[2].speculation.offered) <= 8
-
-
 @pytest.mark.parametrize(
     "given, k, adaptive", [({}, 4, False), ({"k": "7"}, 7, False), ({"k": "auto"}, 8, True)]
 )
@@ -156,20 +142,6 @@ def test_k_auto_grows_whole_trees_or_none(target: Target) -> None:
     assert engine.stats.rounds_by_k[0] > engine.stats.rounds_by_k[6] > 0
 
 
-def test_taps_of_a_text_nobody_drafts_do_not_pile_up(
-    target: Target, head: Eagle3, greedy_text: Callable
-) -> None:
-    engine = by_rows(target, head, 0)
-    engine.committer.most_kept = 10
-    request = engine.submit(TEXT, GREEDY)
-    kept = []
-    while engine.busy:
-        engine.step()
-        kept.append(sum(len(tap) for tap in request.draft.taps))
-    assert max(kept) <= len(TEXT) + 11 and kept[-2] == 0
-    assert request.output == greedy_text(TEXT, 60)
-
-
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_text_nobody_drafted_for_long_is_read_again_when_drafts_are_wanted(
     prefix_cache: bool, target: Target, head: Eagle3, greedy_text: Callable
@@ -196,29 +168,3 @@ def test_a_text_nobody_drafted_for_long_is_read_again_when_drafts_are_wanted(
         greedy_text(prompt, 60) for prompt in prompts[:2]
     ]
     assert not engine.stats.fallbacks
-
-
-def test_a_text_is_not_read_again_for_its_last_tokens_or_when_its_place_is_at_risk(
-    target: Target, head: Eagle3
-) -> None:
-    for most, num_blocks in ((23, None), (60, 22)):
-        engine = by_rows(target, head, 3, 0, block_size=4, num_blocks=num_blocks, max_length=84)
-        engine.committer.most_kept = 10
-        long = engine.submit(
-            TEXT * 2, SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
-        )
-        short = engine.submit(TEXT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
-        while not short.finished:
-            engine.step()
-        assert long.draft.lost_taps
-        if num_blocks is not None:
-            # Nothing is free but what it holds itself.
-            assert engine.scheduler.blocks.grow(long.blocks, long.num_tokens + 12)
-            engine.scheduler.blocks.grow([], 4 * engine.scheduler.blocks.num_free)
-            for _ in range(3):
-                engine.step()
-            assert long in engine.scheduler.running and long.num_preemptions == 0
-            continue
-        while engine.busy:
-            engine.step()
-        assert long.num_preemptions == 0 and long.speculation.offered == []

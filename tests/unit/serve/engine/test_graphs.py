@@ -3,7 +3,6 @@ capture a shape, and what a failure ends."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -11,20 +10,15 @@ import torch
 
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.trees.nodes import NodeLayout, TreeSpan, tree_pass
-from draftsmith.kernels import dispatch
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import CudaCapturer, Shape, Shapes
+from draftsmith.kernels.cuda_graphs import CudaCapturer
 from draftsmith.kernels.verify.verdict import DraftTree
-from draftsmith.serve.engine import graphs as graphs_module
 from draftsmith.serve.engine.graphs import (
-    MOST_LOGITS,
-    MOST_TOKENS,
     DraftedIds,
     PassGraphs,
     PassInputs,
-    longest_round,
 )
 
 BLOCK, MAX_BLOCKS, MAX_BATCH, PER_ROW, TAPS = 4, 8, 5, 6, (0, 3)
@@ -167,64 +161,6 @@ def test_cuda_graphs_are_the_eager_passes(tiny_target):
         assert_rounds_equal(target, CudaCapturer(), "cuda")
 
 
-def test_taps_make_no_shape_of_their_own(target):
-    graphs = make_graphs(target, FakeCapturer())
-    inputs = round_of([2, 2], [0, 0], 0)
-    assert graphs.run(inputs, ()).taps is None
-    assert graphs.run(inputs, TAPS).taps.shape == (4, 2 * target.hidden_size)
-    assert graphs.num_graphs == 1
-    assert graphs.run(inputs, (1,)) is None  # no draft of this engine reads it
-
-
-def test_pieces_of_prompts_are_not_captured(target):
-    capturer = FakeCapturer()
-    graphs = make_graphs(target, capturer)
-    alone = round_of([6], [0], 0)._replace(logit_rows=[5])
-    beside = round_of([2, 6], [3, 0], 0)._replace(logit_rows=[0, 1, 7])
-    swapped = round_of([2, 2], [0, 0], 0)._replace(logit_rows=[2, 3, 0, 1])
-    for inputs in (alone, beside, swapped):
-        assert graphs.run(inputs, ()) is None
-    assert capturer.captures == 0
-
-
-def shapes_of(max_batch: int, k: int, vocab_size: int = 128_256) -> Shapes:
-    most = min(MOST_TOKENS, MOST_LOGITS // vocab_size, longest_round(max_batch, 1 + k))
-    return Shapes(max_batch=max_batch, per_row=1 + k, most_tokens=most)
-
-
-def met_shapes(max_batch: int, k: int) -> set[Shape]:
-    """Of every round of a server: rows that draft 0 to k tokens each."""
-    shapes = shapes_of(max_batch, k)
-    met = {
-        shapes.of(num_rows, num_tokens)
-        for num_rows in range(1, max_batch + 1)
-        for num_tokens in range(num_rows, num_rows * (1 + k) + 1)
-    }
-    return met - {None}
-
-
-MOST_SHAPES = {1: 9, 8: 29, 64: 39, 256: 39}
-
-
-@pytest.mark.parametrize("max_batch", MOST_SHAPES)
-def test_the_shapes_of_a_server_are_few_and_known_before(max_batch):
-    for k in range(9):
-        known = set(shapes_of(max_batch, k))
-        assert met_shapes(max_batch, k) <= known
-        assert len(known) <= MOST_SHAPES[max_batch]
-    assert met_shapes(max_batch, 8) == known
-
-
-@pytest.mark.parametrize("max_batch, k", [(8, 4), (64, 4), (64, 8)])
-def test_a_round_in_which_all_draft_has_hardly_a_row_too_many(max_batch, k):
-    """Attention cuts contexts into as many parts as rows leave free."""
-    shapes = shapes_of(max_batch, k)
-    for num_rows in range(1, max_batch + 1):
-        shape = shapes.of(num_rows, num_rows * (1 + k))
-        if shape is not None:
-            assert shape.num_rows <= -(-shape.num_tokens // (1 + k))
-
-
 def storages(value: object, found: dict[int, int]) -> dict[int, int]:
     """Bytes of every storage that an object holds, by address."""
     if isinstance(value, torch.Tensor):
@@ -250,28 +186,6 @@ def test_one_output_serves_all_shapes(target):
     outputs = 4 * rows * width
     inputs = 8 * (5 * rows + graphs.shapes.most_rows * (1 + MAX_BLOCKS))
     assert sum((storages(graphs, {}) | capturer.kept).values()) == outputs + inputs
-
-
-def test_after_the_warm_up_no_round_captures(target):
-    capturer, rng = FakeCapturer(), random.Random(0)
-    graphs = make_graphs(target, capturer)
-    warm_up(graphs)
-    warmed = capturer.captures
-    for seed in range(200):
-        lengths = [rng.randint(1, PER_ROW) for _ in range(rng.randint(1, MAX_BATCH))]
-        inputs = round_of(lengths, [0] * len(lengths), seed)
-        taps = rng.choice([(), TAPS])
-        assert graphs.run(with_tree(inputs) if seed % 4 == 0 else inputs, taps) is not None
-    assert (capturer.captures, warmed) == (len(graphs.shapes), len(graphs.shapes))
-
-
-def test_the_warm_up_writes_the_null_block_alone_and_begins_with_the_largest(target):
-    graphs = make_graphs(target, FakeCapturer())
-    sizes = [shape.num_tokens for shape in graphs.shapes]
-    assert sizes == sorted(sizes, reverse=True)
-    warm_up(graphs)
-    for part in (*graphs.pool.keys, *graphs.pool.values):
-        assert not part[BLOCK:].any()
 
 
 def test_a_pass_too_large_for_every_graph_is_left_alone(target):
@@ -346,32 +260,6 @@ def test_drafted_tokens_are_written_into_a_pass(target):
     )
     found = graphs.run(plain._replace(drafted=drafted, moves=moves), ())
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
-
-
-def test_trees_are_laid_out_on_the_device(target):
-    graphs, plain = make_graphs(target, FakeCapturer()), round_of([3, 2], [3, 4], 0)
-    chains = graphs.run(plain, ()).logits.clone()
-    expected = eager(target, graphs.pool, with_tree(plain), ()).logits
-    found = graphs.run(with_tree(plain), ()).logits
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(found, chains, atol=1e-4, rtol=1e-4)
-
-
-def test_a_pass_reads_what_is_on_the_device_already(target, monkeypatch):
-    graphs = make_graphs(target, FakeCapturer())
-    drafted, moves = DraftedIds(torch.tensor([[71, 72], [73, 0]]), None), ([0, 1, 2], [1, 2, 4])
-    inputs = round_of([3, 2], [3, 4], 0)._replace(drafted=drafted, moves=moves)
-    assert graphs.columns(inputs) is None  # without a graph
-    expected = graphs.run(inputs, ()).logits.clone()
-    graphs.run(round_of([3, 2], [3, 4], 1), ())
-    group = graphs.columns(inputs)
-    assert group is not None
-    cpu = torch.device("cpu")
-    upload = dispatch.Upload(cpu, [([1],), group], dispatch.sent(cpu, [1], *group))
-    for module in (dispatch, graphs_module):
-        monkeypatch.setattr(module, "sent", lambda *given: pytest.fail("sent again"))
-    found = graphs.run(inputs._replace(upload=upload), ()).logits
-    assert torch.equal(found, expected)
 
 
 def test_graphs_outlive_a_later_one_that_cannot_be_captured(target):

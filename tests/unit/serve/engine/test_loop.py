@@ -173,71 +173,6 @@ def test_what_fails_for_some_requests_does_not(
     assert loop.healthy and loop.failures == 0
 
 
-def test_what_fails_beside_a_long_answer_does_not(
-    make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unreadable(monkeypatch, lambda stop: stop == "!bad!")
-    loop = make_loop(start=False, max_batch=2)
-    long = ask(loop, replace(GOOD, max_tokens=4 * MOST_LONE_FAILURES))
-    readers = [ask(loop, BAD) for _ in range(2 * MOST_LONE_FAILURES)]
-    loop.start()
-    assert {reader.reason() for reader in readers} == {FinishReason.ERROR}
-    assert not long.done.is_set(), "all of them failed beside it"
-    assert long.reason() is FinishReason.LENGTH and loop.healthy
-
-
-def test_a_request_whose_admission_raises_does_not_hold_up_the_queue(
-    make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = make_loop(start=False)
-    find_room, scheduler = loop.engine.scheduler._find_room, loop.engine.scheduler
-
-    def picky(request: Request) -> bool:
-        if request.num_prompt == 2:
-            raise RuntimeError("not this one")
-        return find_room(request)
-
-    monkeypatch.setattr(scheduler, "_find_room", picky)
-    refused = Reader()
-    loop.submit([5, 6], PARAMS, refused)
-    other = ask(loop)
-    loop.start()
-    assert (refused.reason(), other.reason()) == (FinishReason.ERROR, FinishReason.LENGTH)
-
-
-def test_an_action_that_raises_ends_the_request_it_is_about(
-    make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = make_loop()
-
-    def raising(request: Request, k: int) -> None:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(loop.engine, "set_k", raising)
-    reader, other = Reader(), ask(loop)
-    request = loop.submit([5, 6], SamplingParams(max_tokens=200, ignore_eos=True), reader)
-    loop.set_k(request, 0)
-    assert (reader.reason(), other.reason()) == (FinishReason.ERROR, FinishReason.LENGTH)
-    assert loop.healthy
-
-
-def test_a_request_that_cannot_be_put_away_is_told_all_the_same(
-    make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then the batch is no longer what it should be, which ends the engine."""
-    loop = make_loop(start=False)
-    failing(loop.engine, monkeypatch, 1)
-
-    def stuck(request: Request) -> None:
-        raise RuntimeError("blocks are lost")
-
-    monkeypatch.setattr(loop.engine.scheduler, "remove", stuck)
-    readers = [ask(loop), ask(loop)]
-    loop.start()
-    assert {reader.reason() for reader in readers} == {FinishReason.ERROR}
-    wait_until(lambda: not loop.healthy)
-
-
 def test_a_request_that_comes_while_the_loop_closes_is_refused_or_ended(
     make_loop: Callable[..., EngineLoop],
 ) -> None:
@@ -266,32 +201,6 @@ def test_a_request_that_comes_while_the_loop_closes_is_refused_or_ended(
         assert refused and all(reader.reason() is not FinishReason.ERROR for reader in let_in)
 
 
-def test_what_was_let_in_is_in_the_inbox_before_the_loop_can_be_told_to_stop(
-    make_loop: Callable[..., EngineLoop],
-) -> None:
-    """The thread of a client may rest anywhere between being let in and having put its request."""
-    loop = make_loop()
-    put, resting = loop._inbox.put, threading.Event()
-
-    class Slow:
-        empty, get = loop._inbox.empty, loop._inbox.get
-
-        def put(self, action: object) -> None:
-            if threading.current_thread().name == "client":
-                resting.set()
-                time.sleep(0.2)
-            put(action)
-
-    loop._inbox = Slow()
-    readers: list[Reader] = []
-    client = threading.Thread(target=lambda: readers.append(ask(loop)), name="client")
-    client.start()
-    assert resting.wait(PATIENCE_S)
-    loop.close()
-    client.join()
-    assert readers[0].reason() is FinishReason.ABORT
-
-
 class Swaps:
     """Stands in for the engine's own loading: any folder is a set of no weights."""
 
@@ -318,23 +227,6 @@ def test_a_swap_given_up_never_lands(
     assert loop.swap("folder", "8").version == "8"
     assert loop.engine.stats.draft_version == "8" and loop.engine.stats.num_swaps == 1
     assert not swaps.made[0].done.is_set()
-
-
-def test_swaps_from_two_threads_both_land(
-    make_loop: Callable[..., EngineLoop], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = make_loop(start=False)
-    swaps = Swaps(loop.engine, monkeypatch)
-    threads = [
-        threading.Thread(target=loop.swap, args=("folder", str(number))) for number in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: len(loop.engine.drafts.swaps) == 2)
-    loop.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert all(swap.done.is_set() for swap in swaps.made) and loop.engine.stats.num_swaps == 2
 
 
 def test_a_copy_that_fails_is_told_and_ends_no_request(

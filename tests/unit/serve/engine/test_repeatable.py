@@ -18,12 +18,12 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.auto import AutoControl
-from draftsmith.serve.control.control import RoundResult, RowResult
+from draftsmith.serve.control.control import RoundResult
 from draftsmith.serve.engine import engine as engine_module
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests import input_processor
+from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.stand_in_drafts import Uncached
 
@@ -57,8 +57,8 @@ def by_acceptance(engine: EngineCore) -> dict[str, Any]:
     })  # fmt: skip
 
 
-def serve(engine: EngineCore, params: SamplingParams) -> None:
-    engine.submit(PROMPT, params)
+def serve(engine: EngineCore, params: SamplingParams, *, learn: bool = True) -> None:
+    engine.submit(PROMPT, params, options=RequestOptions(learn=learn))
     while engine.busy:
         engine.step()
 
@@ -153,17 +153,6 @@ def test_what_a_control_knows_does_not_depend_on_draws_that_can_be_repeated(
     assert first != second
 
 
-def test_a_row_that_may_not_count_is_reckoned_as_expected() -> None:
-    """Trials are charged for what their rounds did not bring: a row that is not told must not look
-    like one that kept none."""
-    control = AutoControl()
-    control.survival.add("", 3, 2, 50)
-    assert control._kept(RowResult("", 3, 2)) == 2
-    assert control._kept(RowResult("", 3, None)) == pytest.approx(
-        sum(control.survival.chances("", 3))
-    )
-
-
 class Broken(Uncached):
     """Draws its first token; the second has no distribution, or there is an exception."""
 
@@ -204,12 +193,15 @@ def test_a_draft_does_not_rest_by_draws_that_can_be_repeated(
     assert 1 < len(told) <= failures.bit_length(), "not in every round"
 
 
-@pytest.mark.parametrize("params, num_texts", [(SEEDED, 0), (SAMPLED, 1), (GREEDY, 1)])
-def test_text_is_shared_by_those_that_draw_once(
-    params: SamplingParams, num_texts: int, target: Target
+@pytest.mark.parametrize(
+    "params, learn, num_texts",
+    [(SEEDED, True, 0), (SAMPLED, True, 1), (GREEDY, True, 1), (SAMPLED, False, 0)],
+)
+def test_text_is_shared_by_those_that_draw_once_and_may_be_learned_from(
+    params: SamplingParams, learn: bool, num_texts: int, target: Target
 ) -> None:
     drafter = Suffix()
-    serve(build_engine(target, drafter, EngineConfig(k=3, compile="off")), params)
+    serve(build_engine(target, drafter, EngineConfig(k=3, compile="off")), params, learn=learn)
     assert drafter.shared.num_texts == num_texts
 
 

@@ -118,14 +118,6 @@ def test_states_that_no_draft_reads_are_not_kept(
     assert request.recording.tap_log.end == min(logged, request.cache.computed)
 
 
-def test_no_states_are_kept_without_requests(target: Target, head: Eagle3) -> None:
-    engine = resting_engine(target, head, compile="auto")
-    submitted(engine, max_tokens=6)
-    while engine.busy:
-        engine.step()
-    assert engine.committer._shared is None
-
-
 @pytest.mark.parametrize("streams", [1, 8])
 def test_a_round_at_rest_calls_few_functions_more_than_one_without_a_draft(
     streams: int, target: Target, head: Eagle3

@@ -3,18 +3,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from draftsmith.serve.cache.blocks import BlockManager
-from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import (
     Control,
-    FixedControl,
-    RoundPlan,
     RoundResult,
-    RowBudget,
     RowResult,
 )
 from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow, Scheduler
@@ -84,64 +78,6 @@ def check(scheduler: Scheduler, schedule: Schedule) -> None:
         assert row.request in scheduler.running
     prompt_tokens = sum(row.count for row in rows if row.count > 1)
     assert prompt_tokens <= max(scheduler.max_round_tokens, scheduler.blocks.block_size)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    sizes=st.lists(
-        st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(0, 5)),
-        min_size=1,
-        max_size=12,
-    ),
-    num_blocks=st.integers(9, 40),
-    max_batch=st.integers(1, 5),
-    max_round_tokens=st.integers(1, 40),
-    seed=st.integers(0, 1000),
-    auto=st.booleans(),
-    cancels=st.sampled_from([0.0, 0.1, 0.4]),
-)
-def test_every_request_finishes_and_no_block_is_shared_or_lost(
-    sizes: list[tuple[int, int, int]],
-    num_blocks: int,
-    max_batch: int,
-    max_round_tokens: int,
-    seed: int,
-    auto: bool,
-    cancels: float,
-) -> None:
-    control = AutoControl() if auto else FixedControl()
-    scheduler = make_scheduler(
-        num_blocks=num_blocks,
-        max_batch=max_batch,
-        max_round_tokens=max_round_tokens,
-        control=control,
-    )
-    requests = [make_request(str(i), prompt, most, k) for i, (prompt, most, k) in enumerate(sizes)]
-    arrivals, accepted = list(requests), random.Random(seed)
-    for _ in range(2000):
-        if arrivals and accepted.random() < 0.5:
-            scheduler.add(arrivals.pop(0))
-        if not arrivals and not scheduler.busy:
-            break
-        schedule = scheduler.schedule()
-        check(scheduler, schedule)
-        assert schedule.rows or not scheduler.busy
-        play(scheduler, schedule, accepted)
-        observe(scheduler, schedule, accepting=accepted.random() < 0.5)
-        alive = [
-            request for request in requests if not request.finished and request not in arrivals
-        ]
-        if alive and accepted.random() < cancels:
-            cancelled = accepted.choice(alive)
-            cancelled.finish_reason = FinishReason.ABORT
-            scheduler.remove(cancelled)
-            scheduler.remove(cancelled)  # whoever is gone may be told to go again
-            assert cancelled not in scheduler.running and cancelled not in list(scheduler.waiting)
-    for request in requests:
-        assert (
-            request.finish_reason is FinishReason.ABORT or request.num_output == request.max_tokens
-        )
-    assert scheduler.blocks.num_free == scheduler.blocks.num_usable
 
 
 def test_prompts_are_fed_in_pieces_beside_decoding_rows() -> None:
@@ -222,64 +158,3 @@ def test_k_follows_what_pays_while_the_pool_is_full(num_waiting: int) -> None:
     assert drafting(1000, accepting=False) < 0.1
     drafting(2000, accepting=True)
     assert drafting(500, accepting=True) > 0.9
-
-
-class Watched(FixedControl):
-    """Keeps how many tokens were expected of each round."""
-
-    def __init__(self) -> None:
-        self.expected: list[int] = []
-
-    def choose(self, wishes: list[RowBudget], num_tokens: int) -> RoundPlan:
-        self.expected.append(num_tokens)
-        return super().choose(wishes, num_tokens)
-
-
-def test_what_a_round_will_feed_is_foreseen() -> None:
-    """Long prompts in pieces, a head without room, cached beginnings: chosen for what then runs."""
-    control = Watched()
-    blocks = BlockManager(14, 4)
-    prefix = PrefixCache(blocks, root="")
-    scheduler = Scheduler(
-        blocks, max_batch=4, max_round_tokens=16, max_queue=9, prefix=prefix, control=control
-    )
-    long, short, same = (
-        make_request("long", 30, 6),
-        make_request("short", 3, 40),
-        make_request("same", 18, 4),
-    )
-    short.tokens[0] = 9
-    scheduler.add(short)
-    ran: list[int] = []
-
-    def round_() -> None:
-        schedule = scheduler.schedule()
-        if schedule.plan is not None:
-            ran.append(sum(row.count for row in schedule.rows))
-        play(scheduler, schedule, random.Random(0))
-        for row in schedule.rows:
-            prefix.store(row.request)
-
-    round_()
-    scheduler.add(long)
-    for _ in range(3):
-        round_()
-    blocked = make_request("blocked", 20, 4)
-    blocked.tokens[0] = 8
-    scheduler.add(blocked)
-    for _ in range(2):
-        round_()
-    assert list(scheduler.waiting) == [blocked]
-    scheduler.remove(blocked)
-    while not long.finished:
-        round_()
-    scheduler.add(same)
-    round_()
-    assert same.cache.computed == 18 and ran[-1] == 1 + 2  # sixteen of its tokens were in the cache
-    # Only the first look at the head without room is wrong: nobody had tried yet.
-    wrong = [
-        (expected, fed)
-        for expected, fed in zip(control.expected, ran, strict=True)
-        if expected != fed
-    ]
-    assert len(wrong) <= 1, (control.expected, ran)

@@ -230,16 +230,3 @@ def test_distributions_must_say_whose_they_are_and_have_mass() -> None:
     # Deterministic children have no distribution to fail.
     found = check(Proposal(**common, q_rows=torch.full((3, 4), -1)))
     assert found.checks == [DraftCheck.SOUND] * 3
-
-
-def test_what_lies_beyond_a_trees_length_is_no_failure() -> None:
-    """Row 0 has no node, row 1 one of a sound distribution."""
-    proposal = Proposal(
-        tokens=torch.tensor([[10**6, 10**6], [2, -(10**6)]]),
-        lengths=torch.tensor([0, 1]),
-        logits=torch.zeros(1, 5),
-        parents=torch.tensor([[10**6, -7], [-1, 10**6]]),
-        q_rows=torch.tensor([[-1, -1, -1], [0, -1, -1]]),
-    )
-    found = check(proposal)
-    assert found.checks == [DraftCheck.SOUND] * 2 and found.chains == [[], [2]]
