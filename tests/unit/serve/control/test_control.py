@@ -19,7 +19,7 @@ from draftsmith.serve.control.control import (
     RowBudget,
     RowResult,
 )
-from draftsmith.serve.control.estimates import RoundTimes, Survival
+from draftsmith.serve.control.estimates import Survival
 
 MOST = 8
 
@@ -319,34 +319,6 @@ def test_prompts_that_the_draft_reads_late_are_part_of_the_price(
     assert rate(AutoControl()) >= 0.97 * best
 
 
-def test_a_load_between_loads_that_do_not_draft_does_not_read_up_for_one_round() -> None:
-    """Rounds with a new prompt cost little more for drafts, as such; but the draft reads first what
-    eight answers left it. That it was never late while one stream drafted is no comfort. Times are
-    those of a small model on two cores."""
-    usual_ms = {1: (3.9, 4.9, 5.6, 6.7), 8: (4.7, 7.7, 10.7, 13.7), 24: (8.2, 10.8, 13.4, 16.0)}
-    control, chance = AutoControl(), random.Random(0)
-    behind, ms, undrafted_ms = 0, 0.0, 0.0
-
-    for number in range(3000):
-        num_tokens = 1 if number < 700 else 24 if number % 20 == 0 else 8
-        rows = min(num_tokens, 8)
-        plan = control.choose([RowBudget("", 3)] * rows, num_tokens)
-        k = max(plan.ks)
-        is_late = k > 0 and behind > 2 * rows
-        took_ms = usual_ms[num_tokens][k] + (0.04 * behind if is_late else 0.0)
-        behind = 0 if k > 0 else min(behind + rows, 48 * rows)  # answers end
-        kept = [
-            next((depth for depth in range(k) if chance.random() > (0.63, 0.68, 0.74)[depth]), k)
-            for _ in range(rows)
-        ]
-        offers = [RowResult("", k, one) for one in kept] if k else []
-        control.observe(RoundResult(plan, num_tokens, rows, k, took_ms / 1e3, is_late, offers))
-        if number >= 900:
-            ms += took_ms
-            undrafted_ms += usual_ms[num_tokens][0] * (rows + sum(kept)) / rows
-    assert undrafted_ms >= 0.99 * ms, undrafted_ms / ms
-
-
 def test_a_round_is_booked_where_it_was_chosen_whatever_ran() -> None:
     """A prompt that is expected and never fed: the k of that load must be measured, and left, all
     the same."""
@@ -370,75 +342,6 @@ def test_a_round_is_booked_where_it_was_chosen_whatever_ran() -> None:
     assert drafting(300, 4, 1000, accepted=False) < 0.1
     drafting(300, 4, 1500, accepted=True)
     assert drafting(300, 4, 500, accepted=True) > 0.9
-
-
-def test_rounds_that_nothing_was_chosen_for_are_no_news_about_a_mix() -> None:
-    machine = Machine(lambda name, number: 0.9 if name == "easy" else 0.05, token_s=6e-4)
-    control = AutoControl()
-    play(control, machine, ["easy"] * 6 + ["hard"] * 6, 1500)
-    budgets = [RowBudget("easy", MOST)] * 6 + [RowBudget("hard", MOST)] * 6
-    chosen = control.choose(budgets, 12).ks
-    assert chosen[0] > chosen[6]
-    for _ in range(30):
-        control.observe(RoundResult(None, 64, 1, 0, 0.5, False, []))
-    assert control.choose(budgets, 12).ks == chosen
-
-
-def filled(*rounds: tuple[int, float]) -> RoundTimes:
-    """Eight rounds each of k and seconds."""
-    times = RoundTimes()
-    for k, seconds in rounds:
-        for _ in range(8):
-            times.add(k, seconds, usual=False)
-    return times
-
-
-def test_what_was_not_measured_is_on_a_line() -> None:
-    assert RoundTimes().by_k[3] > RoundTimes().by_k[0]
-    times = filled((4, 3.0), (0, 1.0))
-    assert times.by_k[:7] == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0])
-    other = filled((0, 10.0))
-    other.like(times)
-    assert other.by_k == pytest.approx([10.0 * seconds for seconds in times.by_k])
-    assert times.compared and not other.compared
-
-
-def test_a_stall_of_the_machine_does_not_ruin_a_measurement() -> None:
-    times = filled((0, 1.0), (2, 2.0))
-    for seconds in (60.0, 2.0, 2.1):
-        times.add(2, seconds, usual=False)
-    times.settle()
-    assert times.by_k[2] == pytest.approx(2.0, rel=0.05)
-
-
-def test_a_lucky_probe_after_a_long_time_is_not_the_new_price() -> None:
-    times = filled((2, 2.5), (0, 1.0), (2, 2.5), (2, 2.5), (2, 2.5))
-    for _ in range(3):
-        times.add(2, 1.2, usual=False)
-    times.settle()
-    assert times.by_k[2] > 2.0 and times.by_k[0] == pytest.approx(1.0)
-
-
-def test_usual_rounds_that_take_longer_make_every_k_dearer() -> None:
-    times = filled((2, 2.5), (0, 1.0))
-    for seconds in (2.5, 5.0):
-        for _ in range(30):
-            times.add(2, seconds, usual=True)
-    assert times.by_k[0] == pytest.approx(2.0, rel=0.1)
-
-
-def test_survival_learns_by_class_and_leans_on_the_others_until_then() -> None:
-    survival = Survival()
-    for _ in range(300):
-        survival.add("good", 3, 3)
-        survival.add("bad", 3, 0)
-    assert survival.chances("good", 3)[2] > 0.8 > 0.2 > survival.chances("bad", 1)[0]
-    assert 0.35 < survival.chances("unknown", 1)[0] < 0.65
-    assert len(survival.chances("good", 6)) == 6
-    survival.doubt(0.05)
-    for _ in range(60):
-        survival.add("bad", 3, 3)
-    assert survival.chances("bad", 1)[0] > 0.6
 
 
 def test_the_class_that_was_quiet_for_longest_is_forgotten() -> None:

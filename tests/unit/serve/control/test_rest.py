@@ -8,7 +8,6 @@ import pytest
 from draftsmith.serve.control.auto import LATE, LONGEST, AutoControl
 from draftsmith.serve.control.control import RoundResult, RowBudget, RowResult, rest_plan
 from draftsmith.serve.control.estimates import TOGETHER
-from tests.simulated_server import noticed_ms, scenarios
 
 
 def play(control: AutoControl, rounds: int) -> list[bool]:
@@ -108,8 +107,3 @@ def test_a_new_draft_ends_the_rest() -> None:
 
 def test_a_plan_at_rest_drafts_nothing() -> None:
     assert rest_plan(3).ks == [0, 0, 0] and rest_plan(3).at_rest
-
-
-def test_a_draft_that_becomes_worth_it_after_a_long_rest_is_noticed() -> None:
-    scenario = scenarios()["gets good after long rest, small, 1"]
-    assert noticed_ms(scenario, AutoControl(), 0) < 3e3
