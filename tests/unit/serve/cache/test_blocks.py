@@ -50,25 +50,6 @@ def test_every_block_is_free_or_counted_for_its_owners(
         check(manager, owners)
 
 
-def test_a_lone_request_grows_into_neighbours() -> None:
-    manager = BlockManager(100, 16)
-    blocks: list[int] = []
-    assert manager.grow(blocks, 16)
-    for num_tokens in range(17, 300):
-        assert manager.grow(blocks, num_tokens)
-    assert blocks == list(range(blocks[0], blocks[0] + 19))
-
-
-def test_a_second_release_is_an_error() -> None:
-    manager = BlockManager(4, 1)
-    blocks: list[int] = []
-    manager.grow(blocks, 2)
-    copy = list(blocks)
-    manager.release(blocks)
-    with pytest.raises(KeyError):
-        manager.release(copy)
-
-
 @pytest.mark.parametrize("num_blocks, block_size", [(1, 16), (0, 16), (4, 0)])
 def test_sizes_that_hold_nothing_are_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="at least"):

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.engine.scheduler import ScheduledRow, Scheduler
-from draftsmith.serve.requests.request import FinishReason, Request, RequestOptions
+from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.params import SamplingParams
 
 
@@ -322,40 +322,3 @@ def test_a_block_is_found_only_when_its_last_token_was_read(computed: int, found
     request.cache.computed = computed
     prefix.store(request)
     assert prefix.num_found(make_request("b", list(range(10)), 4, 0)) == found
-
-
-def read_undrafted(prefix: PrefixCache, text: list[int]) -> int:
-    """Tokens that a request found which could draft and does not."""
-    request = make_request("a", text, 4, 1)
-    prefix.attach(request)
-    found = request.cache.computed
-    assert [tap for taps in request.draft.taps for tap in taps] == text[:found]
-    assert prefix.blocks.grow(request.blocks, len(text))
-    request.draft.taps.append(Taps(text[found:]))
-    request.cache.computed = len(text)
-    prefix.store(request)
-    return found
-
-
-def test_a_text_that_lost_its_states_has_them_again_once_it_was_read_again() -> None:
-    prefix = PrefixCache(BlockManager(64, 4), root="target", needs_taps=True, max_tapped=2)
-    text, other = list(range(9)), list(range(20, 29))
-    assert [read_undrafted(prefix, one) for one in (text, text)] == [0, 8]
-    assert [read_undrafted(prefix, one) for one in (other, text, text)] == [0, 0, 8]
-
-
-def test_texts_in_use_keep_their_states() -> None:
-    prefix = PrefixCache(BlockManager(64, 4), root="target", needs_taps=True, max_tapped=4)
-    used, unused, new = list(range(9)), list(range(20, 29)), list(range(40, 49))
-    assert [read_undrafted(prefix, one) for one in (used, unused, used, new)] == [0, 0, 8, 0]
-    assert [read_undrafted(prefix, one) for one in (used, unused)] == [8, 0]
-
-
-def test_a_block_is_shared_within_a_salt_alone() -> None:
-    engine = Engine(num_blocks=30, block_size=4, ahead=0, needs_taps=False)
-    text, found = [1, 2, 0, 1, 1, 0, 2, 2], []
-    for number, salt in enumerate(["", "x", "x", "y", ""]):
-        request = make_request(str(number), text, 1, 0)
-        request.options = RequestOptions(cache_salt=salt)
-        found.append(serve(engine, request))
-    assert found == [0, 0, 4, 0, 4]
