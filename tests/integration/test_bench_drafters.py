@@ -22,32 +22,6 @@ TINY = (
 )  # fmt: skip
 
 
-def test_a_cell_of_an_older_recipe_is_another_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from scripts.bench.drafters import cells as drafter_cells
-
-    monkeypatch.setattr(drafter_cells, "ROOT", tmp_path)
-    (tmp_path / "recipes").mkdir()
-    plan = drafter_cells.Plan(
-        families=["eagle3"], objectives=["tv"], has_peer=False, seeds=1, minutes=1.0
-    )
-    told = []
-    for text in ("batch_size: 2", "batch_size: 2", "batch_size: 4"):
-        (tmp_path / "recipes" / "eagle3-small.yaml").write_text(text)
-        told.append([cell.to_dict() for cell in plan.cells()])
-    # The draft, and the objective that starts from its recipe.
-    assert told[0] == told[1] and len(told[0]) == 2
-    assert all(old != new for old, new in zip(told[1], told[2], strict=True))
-
-
-@pytest.fixture(scope="module")
-def report_module() -> Any:
-    from scripts.bench.drafters import report as drafter_report
-
-    return drafter_report
-
-
 @pytest.fixture(scope="module")
 def run_folder(tiny_target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the benchmark needs of a quickstart folder: a target and 40 of its sampled answers."""
@@ -109,24 +83,3 @@ def test_cells_are_trained_evaluated_told_and_kept(
     assert (
         tmp_path / "work" / "families" / "eagle3" / "seed-0" / "cell.json"
     ).stat().st_mtime_ns == kept
-
-
-def row(part: str, name: str, seed: int, tau: float, **trained: float) -> dict[str, Any]:
-    evaluation = {"temperature": 1.0, "tau": {"value": tau}, "alpha": [{"value": 0.5}, None]}
-    return {
-        "cell": {"part": part, "name": name, "seed": seed},
-        "trained": {"steps": 10, "passes": 1.0, **trained},
-        "evaluations": [evaluation],
-    }
-
-
-def test_ratios_pair_the_seeds_and_a_single_seed_has_no_interval(report_module: Any) -> None:
-    rows = [row("families", "eagle3", seed, tau) for seed, tau in enumerate((2.0, 3.0, 4.0))]
-    rows += [row("peers", "speculators", seed, tau) for seed, tau in enumerate((1.0, 1.5, 2.0))]
-    rows += [row("objectives", "tv", seed, tau) for seed, tau in enumerate((1.9, 3.3, 4.0))]
-    told = " ".join(report_module.tables({"k": 2, "rows": rows}).split())
-    assert "| speculators | 2.000 +- 0.000 |" in told
-    # The seeds' taus differ by far more than their ratios do: 0.95, 1.1 and 1.
-    assert "| 1.017 +- 0.190 |" in told
-    told = " ".join(report_module.tables({"k": 2, "rows": [*rows[:1], *rows[3:4]]}).split())
-    assert "| speculators | 2.000 |" in told

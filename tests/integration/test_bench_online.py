@@ -7,14 +7,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from scripts.bench.online import report, run, streams
+from scripts.bench.online import run
 
 
 @pytest.fixture(scope="module")
@@ -49,33 +48,3 @@ def test_a_stream_is_served_learned_from_and_kept(work: Path, tmp_path: Path) ->
     written_ns = kept.stat().st_mtime_ns
     run.main(arguments)
     assert kept.stat().st_mtime_ns == written_ns
-
-
-def test_figures_are_read_off_the_windows() -> None:
-    def window(live: float, static: float, positions: int, is_shift: bool = False) -> dict:
-        return {"live": live, "static": static, "positions": positions, "is_shift": is_shift}
-
-    result = {
-        "windows": [window(0.5, 0.5, 10), window(0.1, 0.3, 10, True), window(0.6, 0.2, 20)],
-        "published": 3, "rolled_back": 1, "serve_s": 4.0, "learn_s": 8.0, "tokens": 2000,
-        "compared": {"static": 0.3, "online": 0.5, "offline": 0.625},
-    }  # fmt: skip
-    rows = [{"cell": {"stream": "sudden", "seed": 0}, "result": result}]
-    told = " ".join(report.tables(rows).split())
-    assert (
-        "| sudden | 1 | 0.300 | 0.450 | 0.150 | 0 of 2 | +0.000 | 3, 1 | 2.00 | 4.00 |" in told
-    ), told
-    assert "| alpha gained | 1 | 0.200 |" in told
-    assert "| share of an offline draft's alpha, same texts | 1 | 0.800 |" in told
-
-
-def test_streams_shift_as_they_are_named() -> None:
-    first, *_, last = np.array_split([name == "b" for name in streams.gradual("a", "b", 4000)], 8)
-    assert first.mean() < 0.12 and last.mean() > 0.88
-    assert streams.turns(("a", "b"), 8, 2) == [*"a" * 8, *"b" * 8] * 2
-    whole = streams.STREAMS["day"](400)
-    assert len(whole.ends) == 72 and whole.ends[-1] == len(whole.domains)
-    assert set(whole.domains[: whole.ends[17]]) == {"code"}
-    assert set(whole.domains[whole.ends[17] : whole.ends[35]]) == {"prose"}
-    loads = np.diff([0, *whole.ends])
-    assert loads.argmax() in range(30, 42) and loads.min() < loads.max() / 3

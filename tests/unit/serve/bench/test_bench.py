@@ -7,7 +7,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from matplotlib import pyplot
 
 from draftsmith.client import Scrape
 from draftsmith.commands.arguments import collect, parse, parser_for
@@ -15,25 +14,17 @@ from draftsmith.config import build
 from draftsmith.errors import UserError
 from draftsmith.serve.bench import command
 from draftsmith.serve.bench.client import Client, PassResult, TimedAnswer, read_prompts
-from draftsmith.serve.bench.command import check, gaps, server_arguments
+from draftsmith.serve.bench.command import check, server_arguments
 from draftsmith.serve.bench.config import BenchConfig, ServedPair
-from draftsmith.serve.bench.picture import _draw_alpha
 from draftsmith.serve.bench.report import (
     BenchCase,
     acceptance,
     cost_of,
     figures,
-    percentile,
     ratios,
     table,
 )
 from draftsmith.serve.config import ServeConfig
-
-
-def test_percentiles_are_nearest_ranks() -> None:
-    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.0
-    assert percentile([4.0, 1.0, 3.0, 2.0], 0.95) == 4.0
-    assert percentile([7.0], 0.5) == 7.0
 
 
 def answer(
@@ -81,13 +72,6 @@ def test_figures_and_ratio_of_modes() -> None:
     assert "speculation on / off = 2.67 (2.00 to 4.00 by pass)" in table([off, on])
 
 
-def test_a_single_pass_and_a_single_prompt_have_no_interval() -> None:
-    off, on = figures(case("off", [4.0])), figures(case("on", [2.0], report([2], [2], [3])))
-    said = table([off, on])
-    assert "speculation on / off = 2.00 (one pass)" in said
-    assert " 3.00  1.00" in said and "[" not in said
-
-
 def test_answers_of_one_token_have_no_time_between_tokens() -> None:
     one = figures(BenchCase(0.0, "off", [PassResult([answer(1, 0.1, 0.0)], 1.0)]))
     assert one["tpot_ms"]["p50"] is None and " 100.0 / 100.0             - / - " in table([one])
@@ -110,26 +94,6 @@ def test_answers_without_drafts_do_not_count_towards_acceptance() -> None:
     assert acceptance([[report([], [], [])]]) is None
     found = acceptance([[report([], [], [])], [report([3], [1], [2])]])
     assert found["rounds"] == 1 and found["tau"] == 2.0
-
-
-def test_prompts_of_files(tmp_path: Path) -> None:
-    lines = tmp_path / "prompts.txt"
-    lines.write_text("one\n\ntwo\n", encoding="utf-8")
-    assert read_prompts(str(lines), count=3, chars=1, seed=0) == [
-        {"prompt": "one"},
-        {"prompt": "two"},
-        {"prompt": "one"},
-    ]
-    chats = [{"role": "user", "content": "hi"}]
-    rows = tmp_path / "prompts.jsonl"
-    rows.write_text(
-        json.dumps({"prompt": "a", "id": 1}) + "\n" + json.dumps({"messages": chats}),
-        encoding="utf-8",
-    )
-    assert read_prompts(str(rows), count=2, chars=1, seed=0) == [
-        {"prompt": "a"},
-        {"messages": chats},
-    ]
 
 
 def test_built_in_prompts_depend_on_the_seed_alone() -> None:
@@ -176,46 +140,6 @@ def test_block_efficiency_and_the_memory_bound_speed_up() -> None:
         cost_of({"target_pass": 100}) is None
         and acceptance([[rounds]], draft_cost=None)["mbsu"] is None
     )
-
-
-def test_open_loop_gaps_have_the_rate_asked_for() -> None:
-    config = BenchConfig(url="x", request_rate=4.0)
-    drawn = gaps(config, 20000, seed=1)
-    mean = sum(drawn) / len(drawn)
-    variation = (sum((gap - mean) ** 2 for gap in drawn) / len(drawn)) / mean**2
-    assert mean == pytest.approx(0.25, rel=0.05) and variation == pytest.approx(1, rel=0.1)
-    assert drawn == gaps(config, 20000, seed=1)
-
-
-def test_rows_give_what_they_ask(tmp_path: Path) -> None:
-    """Of a conversation that ends in an answer, that is its first question."""
-
-    def turns(*names: str) -> list[dict[str, str]]:
-        return [{"from": name, "value": f"of {name}"} for name in names]
-
-    system, user = ({"role": role, "content": f"of {name}"} for role, name in
-                    (("system", "system"), ("user", "human")))  # fmt: skip
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    rows = [
-        {"conversations": turns("human", "gpt", "human", "gpt")},
-        {"conversations": turns("gpt")},
-        {"conversations": []},
-        {"conversations": turns("system", "human", "gpt")},
-        {"messages": [user], "tools": json.dumps(tools)},
-        {"turns": ["first", "second"]},
-        {"instruction": "add", "input": "1 2", "output": "3"},
-        {"prompt": " "},
-    ]
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(rows), encoding="utf-8")
-    assert read_prompts(str(path), count=6, chars=1, seed=0) == [
-        {"prompt": "of human"},
-        {"messages": [system, user]},
-        {"messages": [user], "tools": tools},
-        {"prompt": "first"},
-        {"prompt": "add\n\n1 2"},
-        {"prompt": "of human"},
-    ]
 
 
 def streamed(lines: list[str]) -> PassResult:
@@ -349,16 +273,6 @@ def test_every_drafting_mode_has_its_ratio() -> None:
 def test_trees_that_cannot_be_measured(options: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check(BenchConfig(**options))
-
-
-@pytest.mark.parametrize("positions", [1, 4, 12])
-def test_draft_positions_are_whole_numbers(positions: int) -> None:
-    figure, axes = pyplot.subplots()
-    acceptance = {"alpha": [0.5] * positions, "tau": 1.5}
-    _draw_alpha(axes, [{"mode": "on", "temperature": 0.0, "acceptance": acceptance}])
-    ticks = axes.get_xticks()
-    pyplot.close(figure)
-    assert len(ticks) and all(float(tick).is_integer() for tick in ticks)
 
 
 def test_tau_of_a_server_that_reports_on_no_answer_is_that_of_its_counters(

@@ -20,9 +20,7 @@ from draftsmith.serve.bench.report import (
     by_task,
     figures,
     markdown,
-    ratios,
     speedups,
-    table,
 )
 
 
@@ -331,20 +329,6 @@ def test_intervals_draw_prompts_and_not_passes() -> None:
         for passes in (1, 9)
     )
     assert often["tau_95"] == once["tau_95"] and often["rounds"] == 9 * once["rounds"]
-
-
-def test_a_sweep_compares_at_the_same_number_of_users() -> None:
-    found = []
-    for users in (1, 8):
-        for mode, wall_s in (("off", 4.0), ("on", 2.0 * users)):
-            one = TimedAnswer(num_tokens=10, first_s=0.1, last_s=1.0)
-            found.append(figures(BenchCase(0.0, mode, [PassResult([one], wall_s)], users)))
-    assert [(one["concurrency"], one["speedup"]) for one in ratios(found)] == [(1, 2.0), (8, 0.25)]
-    lines = table(found).split("\n")
-    assert "users" in lines[0] and lines[-1].startswith(
-        "T = 0, 8 users: speculation on / off = 0.25"
-    )
-    assert "users" not in table(found[:2])
 
 
 @pytest.mark.parametrize(
