@@ -19,7 +19,6 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels import dispatch
-from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.verify import block_triton, chain_triton, tree_triton
 from draftsmith.kernels.verify.block import verify_block
@@ -269,17 +268,6 @@ def too_long(call: int, proposal: Proposal) -> Proposal:
     return replace(proposal, tokens=proposal.tokens.clamp(min=0), lengths=proposal.lengths + 1)
 
 
-def longer_than_they_are(call: int, proposal: Proposal) -> Proposal:
-    """As long as was asked for, in every third round without a place for the last node."""
-    if call % 3 != 1:
-        return proposal
-    assert proposal.parents is not None and proposal.q_rows is not None
-    tokens, parents, q_rows = (
-        part[:, :-1] for part in (proposal.tokens, proposal.parents, proposal.q_rows)
-    )
-    return replace(proposal, tokens=tokens, parents=parents, q_rows=q_rows)
-
-
 def broken(call: int, proposal: Proposal) -> Proposal:
     """A distribution without mass behind the first token."""
     if proposal.logits is None:
@@ -302,28 +290,6 @@ def raising(call: int, proposal: Proposal) -> Proposal:
     if call % 3 == 1:
         raise RuntimeError("no draft")
     return proposal
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("values", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    "change, cause",
-    [
-        (outside, "invalid"),
-        (too_long, "invalid"),
-        (raising, "raised"),
-        (broken, "nan"),
-        (shorter, None),
-    ],
-)
-def test_a_bad_draft_slows_as_it_does_on_a_cpu(
-    change: Change, cause: str | None, values: dict[str, Any], both: Callable[..., StandIn]
-) -> None:
-    """Found when the round's result is read: the same tokens, records and counts."""
-    counted = both("eagle3", values, {**values, "k": 2}, change=change)
-    fallbacks = both.expected.fallbacks  # type: ignore[attr-defined]
-    assert counted.count("wait") == 1
-    assert fallbacks.get(cause, 0) >= 2 if cause else not any(fallbacks.values())
 
 
 TREES = "dynamic:nodes=6,depth=3,width=2+sampled:2x2"
@@ -354,22 +320,28 @@ def without_mass(call: int, proposal: Proposal) -> Proposal:
     return replace(proposal, logits=logits)
 
 
+BAD: dict[str, tuple[dict[str, Any], Change, str | None, dict[str, Any]]] = {
+    "no token": (SAMPLED, outside, "invalid", {}),
+    "too long": (GREEDY, too_long, "invalid", {}),
+    "an exception": (SAMPLED, raising, "raised", {}),
+    "no mass": (SAMPLED, broken, "nan", {}),
+    "no mass in a greedy one": (GREEDY, broken, "nan", {}),
+    "shorter": (GREEDY, shorter, None, {}),
+    "a tree that is too long": (GREEDY, too_long, "invalid", {"tree": TREES}),
+    "a node under a later one": (GREEDY, under_later, "invalid", {"tree": TREES}),
+    "no distribution": (SAMPLED, of_no_distribution, "invalid", {"tree": TREES}),
+    "a tree without mass": (SAMPLED, without_mass, "nan", {"tree": TREES}),
+    "a shorter tree": (SAMPLED, shorter, None, {"tree": TREES}),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "values, change, cause",
-    [
-        (GREEDY, too_long, "invalid"),
-        (GREEDY, under_later, "invalid"),
-        (SAMPLED, of_no_distribution, "invalid"),
-        (SAMPLED, without_mass, "nan"),
-        (SAMPLED, shorter, None),
-        (SAMPLED, longer_than_they_are, "invalid"),
-    ],
-)
-def test_bad_trees_slow_as_they_do_on_a_cpu(
-    values: dict[str, Any], change: Change, cause: str | None, both: Callable[..., StandIn]
-) -> None:
-    counted = both("eagle3", values, change=change, tree=TREES)
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_draft_slows_as_it_does_on_a_cpu(name: str, both: Callable[..., StandIn]) -> None:
+    """Found when the round's result is read: the same tokens, records and counts."""
+    values, change, cause, options = BAD[name]
+    asked = (values,) if options else (values, {**values, "k": 2})
+    counted = both("eagle3", *asked, change=change, **options)
     fallbacks = both.expected.fallbacks  # type: ignore[attr-defined]
     assert counted.count("wait") == 1
     assert fallbacks.get(cause, 0) >= 2 if cause else not any(fallbacks.values())
@@ -441,34 +413,19 @@ ROUNDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         {},
         1,
     ),
-    "greedy penalties": ({**GREEDY, "repetition_penalty": 1.2}, {}, 1),
-    "bias": ({**SAMPLED, "logit_bias": ((7, 2.0), (60, -1.5))}, {}, 1),
     "bans": ({**GREEDY, "bad_words": ((7,),), "min_tokens": 9, "stop_token_ids": (60,)}, {}, 1),
-    "allowed ids": ({**TOP_P, "allowed_token_ids": tuple(range(5, 200))}, {}, 1),
     "top-k": ({**SAMPLED, "top_k": 5, "min_p": 0.05}, {}, 1),
     "confidence": (SAMPLED, {"least_confidence": 0.02}, 1),
-    "greedy confidence": (GREEDY, {"least_confidence": 0.003}, 1),
     "logprobs": ({**SAMPLED, "logprobs": 2}, {}, 2),
     "block": (SAMPLED, {"verification": "block"}, 1),
-    "greedy block": (GREEDY, {"verification": "block"}, 1),
-    "dynamic tree": (GREEDY, {"tree": "dynamic:nodes=6,depth=3,width=2"}, 1),
     "sampled dynamic tree": (SAMPLED, {"tree": "dynamic:nodes=6,depth=3,width=2"}, 1),
-    "sampled tree": (SAMPLED, {"tree": "sampled:2x2"}, 1),
     "dynamic tree with penalties": (
         {**SAMPLED, "repetition_penalty": 1.2},
         {"tree": "dynamic:nodes=6,depth=3,width=2"},
         1,
     ),
-    "dynamic tree with a bias": (
-        {**GREEDY, "logit_bias": ((7, 2.0),)},
-        {"tree": "dynamic:nodes=6,depth=3,width=2"},
-        1,
-    ),
     "bad words": ({**GREEDY, "bad_words": ((7, 8), (5, 60))}, {}, 4),
     "grammar": (GRAMMAR, {}, 4),
-    "greedy grammar": ({**GRAMMAR, **GREEDY}, {}, 4),
-    "grammar and penalties": ({**GRAMMAR, "repetition_penalty": 1.2}, {}, 4),
-    "grammar and blocks": (GRAMMAR, {"verification": "block"}, 4),
     "processor": ({**SAMPLED, "logits_processors": (TemperatureLogitsWarper(0.9),)}, {}, 5),
     "tree of a grammar": (GRAMMAR, {"tree": TREES}, 3),
 }
@@ -485,16 +442,6 @@ def test_a_round_of_each_kind_waits_so_often(name: str, both: Callable[..., Stan
         assert counted.launches["verify_block_triton"] == 1
     elif waits == 1 and not options.keys() & {"tree", "verification"}:
         assert counted.launches["verify_logits"] == 1
-
-
-def test_columns_begin_where_triton_takes_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At multiples of 16 bytes, whatever stands before them."""
-    with device_stand_in.device(monkeypatch) as device:
-        columns = [[1], [], [2, 3, 4], [5, 6], [7]]
-        parts = sent(device_stand_in.DEVICE, *columns)
-        assert (device.count("wait"), device.count("upload")) == (0, 1)
-        assert all(part.storage_offset() % 2 == 0 for part in parts)
-        assert [part.tolist() for part in parts] == columns
 
 
 def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
