@@ -18,28 +18,20 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
-from draftsmith.drafters.blocks.dspark import Dspark
-from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.options import DsparkOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.suffix import SuffixDraft
-from draftsmith.drafters.text.text_first import TextFirst
-from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.kernels.statistics import Fit, chi_square_survival
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.round import RowSampling
-from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.stand_in_drafts import Uncached
 
 FALSE_ALARM, CAUGHT = 1e-9, 1e-6
 A, B, C, D = range(4)
 IMPOSSIBLE = -200.0
-MASKED = 1  # the column of a state that tells tokens from `C`, which stands for those to be drafted
 P = (0.5, 0.5, 0.0, 0.0)
 PROMPT = [D, D, D]  # the first token, which is decided without drafts, stands at position 3
 K = 4
@@ -60,7 +52,6 @@ def save_target(folder: Path, probs: Sequence[float]) -> str:
         for name, weight in model.named_parameters():
             weight.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
         model.lm_head.weight[:, 0] = logits_of(probs)
-        model.model.embed_tokens.weight[C, MASKED] = -1.0
     model.save_pretrained(folder)
     return str(folder)
 
@@ -92,10 +83,6 @@ class Planted(Uncached):
 
     sizes = (2, 1, 0)
 
-    def __init__(self) -> None:
-        # the second token of each request's last round of phase 0
-        self.discarded: dict[str, int] = {}
-
     def propose(self, inputs: DraftInputs) -> Proposal:
         positions = inputs.starts + inputs.lengths
         phases = positions % len(self.sizes)
@@ -106,11 +93,6 @@ class Planted(Uncached):
             logits = torch.where(likely[:, None], logits_of(P), logits_of((0, 0, 1, 0)))
             logits = self.damaged(logits, phases[rows], sampler.tokens[rows, :depth])
             sampler.draw(rows, depth, logits, positions[rows] + depth)
-        for name, phase, tokens in zip(
-            inputs.request_ids, phases.tolist(), sampler.tokens.tolist()
-        ):
-            if phase == 0 and len(tokens) > 1:
-                self.discarded[name] = tokens[1]
         sampler.shorten(self.lengths(phases, sampler.tokens))
         return sampler.proposal()
 
@@ -173,105 +155,11 @@ class ByDrafted(FixedControl):
         self.ended = 1 < result.num_drafted < K
 
 
-class Peeking:
-    """Text that takes the rounds whose model drew `A` for the same position before; in front of
-    `model`."""
-
-    def __init__(self, model: Planted):
-        self.model = model
-
-    def drafts(self, inputs: DraftInputs) -> list[SuffixDraft]:
-        drafts = []
-        for name, history in zip(inputs.request_ids, inputs.histories):
-            taken = len(history) % 3 == 1 and self.model.discarded.get(name) == A
-            drafts.append(SuffixDraft([B], 9.0) if taken else SuffixDraft([], 0.0))
-        return drafts
-
-    def finished(self, request_id: str, tokens: list[int]) -> None:
-        return
-
-
-class BySurvival(ByDrafted):
-    """The same by way of the least survival, which DSpark's guesses never reach when it is 0.9."""
-
-    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
-        least = 0.9 if self.ended else 6e-4
-        return RoundPlan([wish.most for wish in wishes], least_survival=least)
-
-
-class Watched:
-    """Grows the trees of `drafter` and keeps, of each request's last one, the first node below the
-    first one."""
-
-    def __init__(self, drafter: Eagle3):
-        self.drafter = drafter
-        self.family, self.taps, self.new_pool = drafter.family, drafter.taps, drafter.new_pool
-        self.cached_after, self.propose = drafter.cached_after, drafter.propose
-        self.below: dict[str, int] = {}
-
-    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
-        proposal = self.drafter.propose_tree(inputs, shape)
-        nodes = (proposal.parents == 0).long().argmax(dim=1)
-        tokens = proposal.tokens.gather(1, nodes[:, None])[:, 0].tolist()
-        self.below |= dict(zip(inputs.request_ids, tokens, strict=True))
-        return proposal
-
-
-class ByTree(FixedControl):
-    """Grows no tree for a request whose last one had `A` where the next would begin; `engine` knows
-    whose class is whose."""
-
-    def __init__(self, engine: EngineCore, drafter: Watched):
-        self.engine, self.drafter = engine, drafter
-
-    def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
-        names = {
-            request.options.request_class: request.id for request in self.engine.scheduler.running
-        }
-        seen = [self.drafter.below.pop(names[wish.request_class], None) for wish in wishes]
-        return RoundPlan(
-            [0 if token == A else wish.most for wish, token in zip(wishes, seen, strict=True)]
-        )
-
-
-def ending_dspark(target: Target) -> Dspark:
-    """Drafts `C`, which is never kept, behind `B` and from `P` behind all else. Guesses that
-    nothing is kept behind an `A` that it has drafted itself."""
-    drafter = Dspark.create(
-        DsparkOptions(block_size=K, num_layers=1, markov_rank=len(P), taps=(1,), mask_token=C),
-        target,
-        seed=0,
-    )
-    with torch.no_grad():
-        drafter.markov_head.markov_w1.weight.copy_(torch.eye(len(P)))
-        drafter.markov_head.markov_w2.weight.zero_()[C, B] = -2 * IMPOSSIBLE
-        # Logits of a guess: behind the newest token 2, or -5 where that is A; behind drafted ones
-        # 0, or -7 where that is A.
-        drafter.confidence_head.proj.bias.fill_(1.0)
-        drafter.confidence_head.proj.weight[0, MASKED] = 1.0
-        drafter.confidence_head.proj.weight[0, target.hidden_size + A] = -7.0
-    return drafter.eval()
-
-
-def uniform_eagle3(target: Target) -> Eagle3:
-    drafter = Eagle3.create(Eagle3Options(taps=(1, 2)), target, seed=0)
-    with torch.no_grad():
-        for weight in drafter.parameters():
-            weight.zero_()
-    return drafter.eval()
-
-
-def answers(engine: EngineCore, count: int, length: int) -> torch.Tensor:
-    """[count, length] of the tokens from the first drafted position, 4, on, each answer with a seed
-    of its own."""
+def answer(engine: EngineCore, length: int) -> torch.Tensor:
+    """[1, length] of the tokens from the first drafted position, 4, on."""
     params = SamplingParams(max_tokens=1 + length + SPARE, ignore_eos=True)
-    requests = [
-        engine.submit(PROMPT, params, options=RequestOptions(text=False, request_class=f"{number}"))
-        for number in range(count)
-    ]
-    while engine.busy:
-        engine.step()
-    return torch.tensor([request.output[1 : 1 + length] for request in requests])
+    (completion,) = engine.generate([PROMPT], params, text=False)
+    return torch.tensor([completion.tokens[1 : 1 + length]])
 
 
 def fit(tokens: torch.Tensor, period: int, before: int) -> Fit:
@@ -296,20 +184,16 @@ def fit(tokens: torch.Tensor, period: int, before: int) -> Fit:
 
 
 class Mechanism(NamedTuple):
-    """`make(target)` is an engine with the worst decision-maker; its bias shows in `period` places
-    behind `before` tokens."""
+    """`make(target)` is an engine with the worst decision-maker; its bias shows in `period`
+    places."""
 
     make: Callable[[Target], EngineCore]
     period: int
-    before: int
-    num_answers: int
     length: int
 
 
-def served(target: Target, drafter: object, *, max_batch: int = 1, **options: object) -> EngineCore:
-    config = EngineConfig(
-        k=K, max_batch=max_batch, max_length=2048, seed=1, prefix_cache=False, **options
-    )
+def served(target: Target, drafter: object, **options: object) -> EngineCore:
+    config = EngineConfig(k=K, max_batch=1, max_length=2048, seed=1, prefix_cache=False, **options)
     return build_engine(target, drafter, config)
 
 
@@ -323,30 +207,9 @@ def k_auto(target: Target) -> EngineCore:
     return engine
 
 
-def dspark_ends(target: Target) -> EngineCore:
-    engine = served(target, ending_dspark(target), adaptive=True)
-    engine.scheduler.control = BySurvival()
-    return engine
-
-
-def text_first(target: Target) -> EngineCore:
-    model = Planted()
-    return served(target, TextFirst(model, Peeking(model)), max_batch=32)
-
-
-def trees(target: Target) -> EngineCore:
-    drafter = Watched(uniform_eagle3(target))
-    engine = served(target, drafter, max_batch=64, tree="sampled:1x2", adaptive=True)
-    engine.scheduler.control = ByTree(engine, drafter)
-    return engine
-
-
 MECHANISMS = {
-    "rest": Mechanism(rest, 4, 0, 1, 1000),
-    "k auto": Mechanism(k_auto, 3, 0, 1, 900),
-    "DSpark's ends": Mechanism(dspark_ends, 1, 2, 1, 1000),
-    "text first": Mechanism(text_first, 3, 0, 32, 60),
-    "trees": Mechanism(trees, 1, 0, 64, 180),
+    "rest": Mechanism(rest, 4, 1000),
+    "k auto": Mechanism(k_auto, 3, 900),
 }
 
 
@@ -359,8 +222,8 @@ def test_tokens_and_pairs_of_them_keep_the_targets_distribution(
     mechanism: Mechanism, target: Target
 ) -> None:
     engine = mechanism.make(target)
-    tokens = answers(engine, mechanism.num_answers, mechanism.length)
-    for period, before in {(1, 0), (1, 1), (mechanism.period, mechanism.before)}:
+    tokens = answer(engine, mechanism.length)
+    for period, before in {(1, 0), (1, 1), (mechanism.period, 0)}:
         assert (found := fit(tokens, period, before)).p_value > FALSE_ALARM, (period, before, found)
     assert engine.stats.num_draft_tokens > tokens.numel() / 2
 
@@ -369,5 +232,5 @@ def test_tokens_and_pairs_of_them_keep_the_targets_distribution(
 def test_noise_keyed_by_position_is_caught(
     mechanism: Mechanism, target: Target, keyed_by_position: None
 ) -> None:
-    tokens = answers(mechanism.make(target), mechanism.num_answers, mechanism.length)
-    assert (found := fit(tokens, mechanism.period, mechanism.before)).p_value < CAUGHT, found
+    tokens = answer(mechanism.make(target), mechanism.length)
+    assert (found := fit(tokens, mechanism.period, 0)).p_value < CAUGHT, found
