@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.drafters.target import causal_lm, probe
+from draftsmith.drafters.target import causal_lm
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -67,13 +67,6 @@ def load(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., Targe
         return Target.load(tmp_path / name, dtype=torch.float32, max_length=max_length)
 
     return get
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target is served as if its rotary embedding were an ordinary one."""
-    monkeypatch.setattr(causal_lm, "rope_limit", lambda config: None)
-    monkeypatch.setattr(probe, "_check_neighbours", lambda lm, ids, positions: None)
 
 
 def prompts(*sizes: int) -> list[list[int]]:
@@ -161,11 +154,6 @@ def test_rows_of_a_training_batch_are_rotated_alike_beyond_the_original_length(l
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
 
 
-def test_a_length_up_to_the_original_keeps_the_short_factors(load):
-    target = load("longrope", ORIGINAL)
-    assert target.rope_limit == ("longrope", ORIGINAL) and target.max_positions == ORIGINAL
-
-
 def test_records_and_stored_states_of_other_factors_are_of_another_revision(load):
     short, long = load("longrope", ORIGINAL), load("longrope", LONGEST)
     assert load("longrope").revision == short.revision != long.revision
@@ -220,28 +208,6 @@ def test_commands_that_read_texts_are_held_to_the_original_length(load):
     assert arguments[arguments.index("--max-length") + 1] == str(ORIGINAL)
     with pytest.raises(UserError, match="max_length is for a server started here"):
         check_bench(BenchConfig(url="x", max_length=ORIGINAL))
-
-
-def test_control_served_unchecked_texts_depend_on_all_of_it(unchecked, load):
-    """Beside a longer text, cut into chunks, and drafted over the switch: each is seen by the
-    comparison of these tests."""
-    target = load("longrope")
-    short, long = prompts(8, 60)
-    alone = answers(target, [short], 20)[0]
-    beside = answers(target, [short, long], 20)[0]
-    assert differ(target, short, beside, alone)
-    whole, in_chunks = (
-        answers(target, [long], 8)[0],
-        answers(target, [long], 8, max_round_tokens=16)[0],
-    )
-    assert differ(target, long, in_chunks, whole)
-    crossing = prompts(*[20] * 12)
-    plain = answers(target, crossing, 16)
-    drafted = answers(target, crossing, 16, Junk())
-    num_changed = sum(
-        differ(target, *texts) for texts in zip(crossing, drafted, plain, strict=True)
-    )
-    assert num_changed >= 6
 
 
 def test_the_probe_alone_refuses_it_under_any_name(load, monkeypatch):

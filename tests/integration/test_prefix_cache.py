@@ -10,7 +10,6 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.target.target import Target
-from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
@@ -117,23 +116,6 @@ def test_taps_of_undrafted_text_are_found_again(target: Target) -> None:
     )
     assert found[0].tokens == alone[0].tokens
     assert_same_proposals(cold, warm)
-
-
-def test_the_token_after_a_block_is_part_of_its_key(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control: a head's last position in a block depends on the token after it. Without that
-    token in the key a text that leaves the shared one at a block's end gets other proposals."""
-    drafter = drafter_of("eagle3", target)
-    config = EngineConfig(k=3, block_size=8, max_round_tokens=20)
-    cold, warm = Witness(drafter), Witness(drafter)
-    serve(build_engine(target, cold, replace(config, prefix_cache=False)), quiet=False)
-    engine = build_engine(target, warm, config)
-    wrong = PrefixCache(engine.scheduler.blocks, root="", ahead=0, needs_taps=True)
-    monkeypatch.setattr(engine.scheduler, "prefix", wrong)
-    serve(engine, quiet=False)
-    with pytest.raises(AssertionError):
-        assert_same_proposals(cold, warm)
 
 
 def test_the_cache_can_be_switched_off(target: Target) -> None:
