@@ -4,9 +4,6 @@ and never without."""
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,8 +24,6 @@ from draftsmith.files import write_json
 from draftsmith.serve.api import Engine
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.reference import TargetDistributions
-from draftsmith.serve.bench.command import server_arguments
-from draftsmith.serve.bench.config import BenchConfig
 
 FLAG = "--trust-remote-code"
 STOP = 'raise ValueError("the code of the folder ran")'
@@ -133,30 +128,3 @@ def test_the_audit_of_a_server_with_a_target_of_ones_own(own_code):
     with pytest.raises(UserError, match="the code of the folder ran"):
         TargetDistributions(AuditConfig(url="x", target=str(folder), trust_remote_code=True))
     assert own_code.has_run and not own_code.was_asked
-
-
-@pytest.mark.long
-def test_a_server_started_by_bench_asks_nobody_and_runs_nothing(own_code, tmp_path):
-    """Through real processes, whose standard input is a pipe that says yes."""
-    folder = own_code.make(then=STOP)
-    assert FLAG not in server_arguments(BenchConfig(target=str(folder)))
-    assert FLAG in server_arguments(BenchConfig(target=str(folder), trust_remote_code=True))
-    finished = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "draftsmith.cli",
-            "bench",
-            "--target",
-            str(folder),
-            "--num-prompts",
-            "1",
-        ],
-        input="y\n" * 8,
-        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert finished.returncode == 2 and FLAG in finished.stderr and str(folder) in finished.stderr
-    assert not own_code.has_run

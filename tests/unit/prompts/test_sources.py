@@ -133,14 +133,6 @@ def test_plain_text_may_begin_like_json(first: str, tmp_path: Path) -> None:
     assert [row["prompt"] for row in read(tmp_path / "a.txt")] == [first, "second line"]
 
 
-@pytest.mark.parametrize("indent", [None, 1])
-@pytest.mark.parametrize("value", [ROWS, {"data": ROWS}, [{"prompt": "x" * 70_000}]])
-def test_json_is_read_by_whatever_name(value: Any, indent: int | None, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(json.dumps(value, indent=indent))
-    rows = value["data"] if isinstance(value, dict) else value
-    assert read(tmp_path / "a.txt") == rows
-
-
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

@@ -117,18 +117,6 @@ def test_a_server_is_the_same_by_flags_and_by_a_file(tmp_path):
     assert resolve(str(path)) == config
 
 
-def test_recorded_positions_reach_the_engine():
-    config = resolve("--target", "t", "--draft", "d", "--learn", "b", "--record-taps", "64")
-    assert config.engine_config().record_taps == 64
-
-
-def test_a_choice_may_be_off(tmp_path):
-    path = tmp_path / "serve.yaml"
-    path.write_text("target: t\ncompile: off\n")
-    assert resolve(str(path)).compile == "off"
-    assert resolve("--target", "t", "compile=off").compile == "off"
-
-
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda recipe: recipe.stem)
 def test_a_shipped_recipe_is_accepted(recipe):
     config = resolve(str(recipe), "--target", "t", "--draft", "d")
@@ -155,12 +143,3 @@ def test_a_launchers_rank_without_a_device_of_its_own_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(UserError, match=r"cuda:3.*2 CUDA devices"):
         device_of()
-
-
-class OwnConfig(EngineConfig):
-    """Options of a caller, who derives his own from ours."""
-
-
-def test_limits_hold_for_derived_options_too():
-    with pytest.raises(UserError, match="'max_batch' is 0"):
-        check_engine(OwnConfig(max_batch=0))

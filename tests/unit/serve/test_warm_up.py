@@ -72,20 +72,6 @@ def answers(engine: EngineCore, seed: int = 0, count: int = 12) -> list[list[int
     return [request.output for request in requests]
 
 
-def test_a_short_prompt_is_read_whole(target, monkeypatch):
-    """None of it is in the prefix cache: its pass is as long as a client's first."""
-    engine, counts = make_engine(target), []
-    run = engine.runner.run
-    monkeypatch.setattr(
-        engine.runner,
-        "run",
-        lambda rows, *rest: counts.append([row.count for row in rows]) or run(rows, *rest),
-    )
-    monkeypatch.setattr("draftsmith.serve.warm_up.SHORT_PROMPT", 40)
-    rehearse(engine)
-    assert [40] in counts and max(map(max, counts)) > 40
-
-
 # Requests of each kind that has draws, graphs or launches of its own, or of several by turns.
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "top-k": [{"temperature": 1.0, "top_k": 5}],
