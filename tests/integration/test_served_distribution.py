@@ -180,8 +180,8 @@ def middling(drafter: Any, world: World) -> float:
     return float(best[len(best) // 2 - 1 : len(best) // 2 + 1].mean())
 
 
-DRAFTS: dict[str, Callable[[Target], ServingDrafter | None]] = {
-    "none": lambda target: None, "near": near, "sharp": sharp, "guessing": guessing,
+DRAFTS: dict[str, Callable[[Target], ServingDrafter]] = {
+    "near": near, "sharp": sharp, "guessing": guessing,
     "near trees": NearTrees, "near heads": NearHeads,
     "nearer": functools.partial(near, noise=0.03),
 }  # fmt: skip
@@ -202,9 +202,7 @@ class Way(NamedTuple):
 # Families draw by one sampler (`test_drawn_distributions.py` holds each to it exactly): one of each
 # kind of proposal, of verification and of parameters.
 ORDINARY = {
-    "without drafts": Way("none", {"k": 0}),
     "near": Way("near"),
-    "dspark": Way("dspark"),
     "blocks": Way("near", BLOCK),
     "greedy drafts": Way("near", {"draft_sampling": "greedy"}),
     "ended by its own guesses": Way("guessing"),
@@ -212,7 +210,6 @@ ORDINARY = {
     "states that cannot be rolled back": Way("ngram", asked="few tokens", arch="lfm2"),
     "trees of given choices": Way("near heads", CHOICES, "top-k, longer"),
     "penalties in blocks": Way("nearer", BLOCK | {"k": 3}, "penalties"),
-    "bans in blocks": Way("nearer", BLOCK | {"k": 3}, "bans"),
     "swapped": Way("unlike eagle3", SWAPPED, "few tokens", swapped="eagle3"),
 }
 # In the long lane: every family, some with their weights swapped too.
@@ -220,7 +217,7 @@ LATER = {
     "answers that cross the end of a chunk": Way("ngram", asked="few tokens", arch="llama4"),
     **{f"penalties, {mode['tree']}": Way("eagle3", mode, "penalties") for mode in (SAMPLED, DYNAMIC)},
     **{family: Way(family, asked="few tokens") for family in TEXT},
-    **{family: Way(family) for family in TRAINED if family != "dspark"},
+    **{family: Way(family) for family in TRAINED},
     "drafts at half the temperature": Way("near", draft_temperature=0.5),
     **{f"eagle3, {mode['tree']}": Way("eagle3", mode, "top-k, longer") for mode in (SAMPLED, DYNAMIC)},
     "bans": Way("nearer", {"k": 3}, "bans"),
@@ -243,7 +240,7 @@ ENDED = ("guessing", "sharp")
 
 def engine_of(world: World, draft: str | ServingDrafter, **options: Any) -> EngineCore:
     if not isinstance(draft, str):
-        drafter: ServingDrafter | None = draft
+        drafter: ServingDrafter = draft
     elif draft.startswith("unlike "):
         family = draft.removeprefix("unlike ")
         drafter = unlike(world.target, 0, family, **small(family))
@@ -305,7 +302,7 @@ def check_way(way: Way, world: World, num_samples: int, root: Path) -> None:
         assert alone or num_samples / 10 < stats.routed[CANARY] < 0.9 * num_samples
     if way.draft in ENDED:
         assert 0.1 * stats.offered[0] < stats.offered[1] < 0.9 * stats.offered[0], stats.offered
-    elif way.draft != "none":
+    else:
         levels = range(engine.max_draft_depth)
         assert min(stats.offered[level] for level in levels) > num_samples / 4, stats.offered
         if "near" in way.draft or world.params.allowed_token_ids:

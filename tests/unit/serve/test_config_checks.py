@@ -109,10 +109,12 @@ def resolve(*words: str) -> ServeConfig:
 def test_a_server_is_the_same_by_flags_and_by_a_file(tmp_path):
     words = (
         "--target t --draft d --lora a=b c=d --k auto --max-length 99 --no-prefix-cache --learn b "
+        "--record-taps 64 "
         "--api-key x y --port 0 --suffix --suffix-max-cached-requests 3"
     )
     config, path = resolve(*words.split()), tmp_path / "serve.yaml"
     assert (config.api_key, config.max_length, config.prefix_cache) == (("x", "y"), 99, False)
+    assert config.engine_config().record_taps == 64
     path.write_text(yaml.safe_dump(to_dict(config)))
     assert resolve(str(path)) == config
 

@@ -121,8 +121,13 @@ class Variants:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tree": "dynamic:nodes=6,depth=3,width=2"}, {"tree": "sampled:2x2"}],
-    ids=["chains", "dynamic trees", "sampled trees"],
+    [
+        pytest.param({}, id="chains"),
+        pytest.param({"tree": "sampled:2x2"}, id="sampled trees"),
+        pytest.param(
+            {"tree": "dynamic:nodes=6,depth=3,width=2"}, id="dynamic trees", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_no_kind_of_request_meets_what_the_warm_up_has_not(target, options, monkeypatch, capsys):
     engine = make_engine(target, **options)
