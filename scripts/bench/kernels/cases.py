@@ -12,6 +12,8 @@ import torch
 
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, Scoring
+from draftsmith.kernels.dispatch import BACKENDS
+from draftsmith.kernels.sampling.draw import draw
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.verify.block import verify_block
@@ -26,15 +28,23 @@ CHAINS: dict[str, Verify] = {
     "chain verification": verify_chain,
     "block verification": verify_block,
 }
+DRAWS: dict[str, dict[str, Any]] = {
+    "no filter": {},
+    "top-k 50": {"top_k": 50},
+    "top-p 0.95": {"top_p": 0.95},
+}
 USUAL = (32_000, 128_256, 151_936)
 FULL = Sizes(USUAL, USUAL, 64, 5, 8192, 4096, 2048, (32, 8, 128))
 QUICK = Sizes(USUAL, (32_000,), 4, 5, 512, 128, 512, (8, 4, 32))
 
 
-def ours_and_reference(device: torch.device, call: Callable[[str], Any]) -> dict[str, Call]:
-    """On a CPU the reference is what "auto" runs, so there is one way."""
+def ours_and_reference(
+    device: torch.device, call: Callable[[str], Any], *, operation: str = ""
+) -> dict[str, Call]:
+    """One way on a CPU where nothing is compiled for the operation: "auto" runs its reference."""
     ways = {"reference": lambda: call("torch")}
-    return {"ours": lambda: call("auto"), **ways} if device.type == "cuda" else ways
+    has_own = device.type == "cuda" or (operation and BACKENDS[operation].cpu)
+    return {"ours": lambda: call("auto"), **ways} if has_own else ways
 
 
 def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]]:
@@ -47,6 +57,8 @@ def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]
                 yield partial(chain_case, name, verify, sizes, vocab_size, device, dtype)
             yield partial(tree_case, sizes, vocab_size, device, dtype)
         yield partial(decide_case, sizes, vocab_size, device)
+        for what, options in DRAWS.items():
+            yield partial(draw_case, what, options, sizes, vocab_size, device)
     yield from divergence_cases(sizes, device)
     yield partial(attention_case, sizes, device)
 
@@ -189,7 +201,28 @@ def decide_case(sizes: Sizes, vocab_size: int, device: torch.device) -> Case:
 
     name = f"chain verification from logits, V {vocab_size}"
     shape = f"{_shape(sizes, torch.float32)}, temperature 0.8, top-k 50, top-p 0.95"
-    return Case(name, shape, one.distribution_bytes, ours_and_reference(device, call))
+    ways = ours_and_reference(device, call, operation="verify_logits")
+    return Case(name, shape, one.distribution_bytes, ways)
+
+
+def draw_case(
+    what: str, options: dict[str, Any], sizes: Sizes, vocab_size: int, device: torch.device
+) -> Case:
+    """A token of each request, from logits whose likeliest tokens have most of the mass, as a
+    model's have."""
+    count = sizes.requests
+    noise = torch.rand(count, vocab_size, generator=torch.Generator().manual_seed(0))
+    logits = (-2 * noise.clamp_min(1e-9).log() + 0.5 * torch.randn(count, vocab_size)).to(device)
+    filters = {name: [value] * count for name, value in options.items()}
+    rows = SamplingRows.of([0.8] * count, **filters, device=device)
+    seeds = torch.arange(count, device=device)
+
+    def call(impl: str) -> Any:
+        return draw(logits, rows, seeds, seeds + 100, Purpose.BONUS, impl=impl)
+
+    ways = ours_and_reference(device, call, operation="draw")
+    shape = f"{count} rows, float32, temperature 0.8, {what}"
+    return Case(f"draw, {what}, V {vocab_size}", shape, 2 * _num_bytes(logits), ways)
 
 
 def attention_case(sizes: Sizes, device: torch.device) -> Case:
@@ -224,4 +257,5 @@ def attention_case(sizes: Sizes, device: torch.device) -> Case:
         f"{sizes.requests} rows of {new} over {sizes.context}, {heads} heads on {kv_heads} of "
         f"{width}"
     )
-    return Case("paged attention", shape, floor, ours_and_reference(device, call), ["reference"])
+    ways = ours_and_reference(device, call, operation="attention_context")
+    return Case("paged attention", shape, floor, ways, ["reference"])
