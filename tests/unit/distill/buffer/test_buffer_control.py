@@ -1,5 +1,5 @@
-"""What a buffer does beside storing: fewer requests for readers that are behind, forgetting, no
-distributions, no disk."""
+"""What a buffer does beside storing: fewer requests for readers that are behind, forgetting, and no
+wait for its disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import fsspec
 import pytest
-import torch
 
 from draftsmith.distill.buffer import buffer as buffer_module
 from draftsmith.distill.buffer import folder as folder_module
@@ -27,16 +26,8 @@ from draftsmith.distill.buffer.folder import (
     sweep_progress,
     unread_bytes,
 )
-from draftsmith.distill.buffer.record_table import from_table, to_table, tokens_only
 from draftsmith.distill.buffer.traffic import OpenRequests
 from draftsmith.distill.config import ForgetConfig
-from draftsmith.distill.gate.logged import (
-    LoggedPosition,
-    disagreement,
-    logged_alpha,
-    logged_arrays,
-    sampled_top,
-)
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RoundRecord, hashed, hashed_answer
 
@@ -161,40 +152,6 @@ def test_forget_refuses_an_answer_that_the_buffer_does_not_have(
         with pytest.raises(UserError, match=r"it is marked, .* unless .* deleted before"):
             run(ForgetConfig(buffer=str(tmp_path), request=answer))
         assert hashed_answer(answer) in forgotten(ShardFolder(str(tmp_path)).names())
-
-
-def test_tokens_only_stores_no_distribution_but_that_there_was_one(tmp_path: Path) -> None:
-    (back,) = from_table(to_table([tokens_only(BASE)]))
-    assert [(distribution.ids, distribution.tail) for distribution in back.p] == [
-        ([], 1.0)
-    ] and list(back.q) == []
-    assert (back.context, back.drafted, back.committed) == (
-        BASE.context,
-        BASE.drafted,
-        BASE.committed,
-    )
-    (silent,) = from_table(to_table([tokens_only(replace(BASE, p=[], q=[]))]))
-    assert list(silent.p) == [], "what may not be scored stays so"
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_distributions_of_which_nothing_is_told_are_no_evidence(temperature: float) -> None:
-    told = replace(BASE, temperature=temperature, p=[Distribution([7], [0.0], 0.0)])
-    logits = torch.full((2, 12), -50.0).index_fill(1, torch.tensor([7]), 0.0)
-    silent, spoken = LoggedPosition(tokens_only(told), 0), LoggedPosition(told, 0)
-    both, one = ([silent, spoken], [silent])
-    q = logits.softmax(-1)
-    alpha = logged_alpha(sampled_top(both, logged_arrays(both)), q)
-    assert alpha[0].isnan().all() and alpha[1].tolist() == pytest.approx([1.0, 1.0])
-    assert logged_alpha(sampled_top(one, logged_arrays(one)), q[:1]).isnan().all()
-    assert len(logged_alpha(sampled_top([], logged_arrays([])), q[:0])) == 0
-    assert disagreement(logged_arrays(both), logits).tolist() == pytest.approx([0, 0], abs=1e-6)
-    assert disagreement(logged_arrays(one), logits[:1]).tolist() == [0.0]
-
-
-def test_which_buffers_never_reach_a_disk(tmp_path: Path) -> None:
-    assert ShardFolder("memory://x").is_memory
-    assert ShardFolder("/dev/shm/x").is_memory and not ShardFolder("/proc/x").is_memory
 
 
 def test_a_last_record_ends_its_request_at_once() -> None:

@@ -15,16 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith import child_process as child_module
-from draftsmith import record as record_module
 from draftsmith.distill.buffer import process as process_module
 from draftsmith.distill.buffer import process_writer
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.process import ProcessWriter, WriterJob
-from draftsmith.kernels.sampling import logged
 from draftsmith.kernels.sampling.logged import LoggedRound
 from draftsmith.record import (
     RecordedRound,
@@ -158,33 +155,6 @@ def same_records(one: RoundRecord, same: RoundRecord) -> None:
     assert bare[0] == bare[1]
 
 
-def test_what_requests_share_is_encoded_once(
-    sink: Callable[..., ProcessWriter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine's thread encodes nothing, and makes no array of numpy and no operation of torch:
-    each costs it as much as copying the logits of several positions."""
-    made, told = sink(), round_of(4)
-    calls: list[str] = []
-
-    class Watched(TorchDispatchMode):
-        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None):
-            calls.append(str(call))
-            return call(*args, **(kwargs or {}))
-
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(record_module.json, "dumps", fail)
-    monkeypatch.setattr(LoggedRound, "arrays", fail)
-    for name in ("frombuffer", "array", "copyto", "ndarray", "empty"):
-        monkeypatch.setattr(np, name, fail)
-    with Watched():
-        made.put_round(told)
-        made.put_round(told)
-    monkeypatch.undo()
-    assert calls == [] and made.ring.used > 2 * 24 * VOCAB * 4
-
-
 def test_a_full_ring_takes_reduced_rows_then_none_and_waits_for_nothing(
     sink: Callable[..., ProcessWriter], tmp_path: Path
 ) -> None:
@@ -200,15 +170,6 @@ def test_a_full_ring_takes_reduced_rows_then_none_and_waits_for_nothing(
     records = read(tmp_path / "buffer")
     assert [len(one.p[0].ids) for one in records] == [64, 64]
     assert small.share == 1.0 and small.counts == SinkCounts(written=2, dropped=10)
-
-
-def test_the_kernel_is_compiled_before_the_first_round(
-    sink: Callable[..., ProcessWriter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources: list[Path] = []
-    monkeypatch.setattr(logged, "compiled", sources.append)
-    sink()
-    assert sources == [logged.SOURCE]
 
 
 def test_states_without_room_are_left_out_before_records_are(
@@ -333,11 +294,3 @@ def test_a_round_of_which_nothing_can_be_made_costs_only_itself(
     write(made)
     assert made.counts == SinkCounts(written=3, dropped=1)
     assert [one.round for one in read(tmp_path / "buffer")] == [0, 0, 2]
-
-
-def test_a_writer_that_gave_up_takes_no_requests(
-    sink: Callable[..., ProcessWriter],
-) -> None:
-    made = sink()
-    made.child.gave_up = True
-    assert made.share == 0.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +13,6 @@ from draftsmith.distill.buffer.traffic import (
     is_held_out,
     stitch,
 )
-from draftsmith.drafters.target.target import Target
 from draftsmith.record import RoundRecord
 from draftsmith.train.data.roles import Role, RoleWeights
 from tests.round_records import round_record
@@ -71,27 +68,6 @@ def test_a_missing_record_ends_the_text_and_a_missing_beginning_leaves_none() ->
     assert stitch(ROUNDS[1:]) is None and stitch([]) is None
 
 
-def test_order_of_arrival_does_not_matter() -> None:
-    shuffled = list(ROUNDS)
-    random.Random(1).shuffle(shuffled)
-    assert stitch(shuffled).tokens == stitch(ROUNDS).tokens
-
-
-def test_served_records_stitch_to_what_was_served(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
-) -> None:
-    records = serving(target, bigram(288), prompts(3), traffic())
-    for number, prompt in enumerate(prompts(3)):
-        mine = [record for record in records if record.request == f"r{number}"]
-        text = stitch(mine)
-        assert text.tokens[:6] == prompt and len(text.tokens) == 6 + sum(
-            len(record.committed) for record in mine
-        )
-        counts = np.bincount(text.roles, minlength=4)
-        assert counts[Role.ACCEPTED] == sum(record.accepted for record in mine)
-        assert counts[Role.FIRST_REJECTED] + counts[Role.BONUS] == len(mine)
-
-
 def test_open_requests_wait_for_silence_and_count_orphans() -> None:
     waiting = OpenRequests()
     waiting.add(ROUNDS[:2])
@@ -118,33 +94,3 @@ def test_held_out_is_decided_by_the_prompt() -> None:
     ]
     assert len({is_held_out(text, 0.25) for text in rollouts}) == 1
     assert 0.18 < sum(is_held_out(text, 0.25, "request") for text in rollouts) / 400 < 0.32
-
-
-def test_whatever_is_dropped_the_text_is_a_beginning_of_what_was_served(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
-) -> None:
-    records = serving(target, bigram(288), prompts(1), traffic(max_tokens=40))
-    whole = stitch(records)
-    random_source = random.Random(0)
-    lengths = set()
-    for _ in range(60):
-        kept = [record for record in records if random_source.random() < 0.9]
-        text = stitch(kept)
-        known = 0 if text is None else len(text.tokens)
-        assert text is None or (
-            text.tokens == whole.tokens[:known]
-            and text.roles.tolist() == whole.roles[:known].tolist()
-        )
-        lengths.add(known)
-    assert len(lengths) > 5
-
-
-def test_slim_text_keeps_everything_but_the_distributions(
-    target: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
-) -> None:
-    text = stitch(serving(target, bigram(288), prompts(1), traffic()))
-    slim = text.slim()
-    assert slim.tokens == text.tokens and all(
-        not record.p and not record.q for record in slim.records
-    )
-    assert all(record.p for record in text.records)
