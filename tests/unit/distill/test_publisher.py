@@ -135,14 +135,6 @@ def test_a_spoilt_current_file_without_versions_is_a_beginning(
     assert Publisher(root, draft, target).version == versions.latest(root) == 1
 
 
-def test_versions_that_are_needed_are_not_pruned(
-    made: Callable[..., Publisher], target: Target
-) -> None:
-    publisher = made(*[target.revision] * 8)
-    assert versions.prune(publisher.root, keep=1, needed=(4, None)) == [2, 3, 5, 6]
-    assert versions.versions(publisher.root) == [1, 4, 7, 8]
-
-
 def test_the_version_that_a_rollback_left_is_not_pruned(
     made: Callable[..., Publisher], target: Target
 ) -> None:

@@ -11,7 +11,6 @@ from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.target.target import Target
-from draftsmith.errors import UserError
 from draftsmith.train.config import WEIGHTS
 
 
@@ -62,12 +61,6 @@ def test_a_rest_after_every_step_changes_nothing_that_is_learned(
     learner.update(served, spent_s.append)
     assert len(spent_s) == 10 and all(seconds > 0 for seconds in spent_s)
     assert torch.equal(learner.drafter.head, trained(target, bigram, served).drafter.head)
-
-
-@pytest.mark.parametrize("changes", [{"budget": 0.0}, {"budget": 1.5}])
-def test_bad_options_are_one_sentence(target: Target, bigram: Callable, changes: dict) -> None:
-    with pytest.raises(UserError, match=r"learn\."):
-        Learner(bigram(288), target, LearnConfig(**changes), seed=0)
 
 
 def test_what_is_judged_is_the_mean_of_the_weights_and_training_goes_on_from_themselves(

@@ -12,7 +12,7 @@ from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.gate import scoring
 from draftsmith.distill.gate.gate import alphas_of, compare, decide, regate, weigh
 from draftsmith.distill.gate.regression import Earlier, watch
-from draftsmith.distill.gate.scoring import Scorer, score, score_drafters, score_together
+from draftsmith.distill.gate.scoring import Scorer, score, score_drafters
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.target.target import Target
@@ -53,7 +53,7 @@ def test_texts_are_scored_once_however_many_windows_ask(
     bigram: Callable, served_texts: Callable, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gate's window and the watch's take turns, as a learner's cycles do: of 26 texts that are
-    asked for 10 are scored; who remembers the latest window alone scores 16."""
+    asked for 10 are scored."""
     texts = served_texts(10)
     counts: list[int] = []
 
@@ -67,43 +67,6 @@ def test_texts_are_scored_once_however_many_windows_ask(
     found = [live.score(window, max_depth=3) for window in windows]
     assert counts == [8, 2]
     assert all(a is b for a, b in zip(found[0][2:], found[3][:6], strict=True))
-    monkeypatch.setattr(scoring, "MOST_KNOWN", 4)
-    (
-        live.score(texts[:2], max_depth=3),
-        live.score(texts[6:8], max_depth=3),
-        live.score(texts[:2], max_depth=3),
-    )
-    live.score(texts, max_depth=3)
-    assert counts[2:] == [2, 6] and len(live._known) == 10, (
-        "bounded, but never below what is asked for at once"
-    )
-    live.forget(frozenset(text.request.partition("-")[0] for text in texts[:3]))
-    assert not live._known.keys() & {(text.request, 3) for text in texts[:3]}
-
-
-def test_drafts_that_are_compared_share_the_targets_pass(
-    bigram: Callable, served_texts: Callable, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of ten texts the first draft knows two: those are read for the other two alone."""
-    texts = served_texts(10)
-    scorers = [Scorer(bigram(288, seed=seed), target, max_length=512) for seed in (3, 4, 5)]
-    known = scorers[0].score(texts[:2], max_depth=3)
-    read: list[int] = []
-
-    def states(ids: torch.Tensor, *rest: object) -> object:
-        read.append(len(ids))
-        return unwrapped(ids, *rest)
-
-    unwrapped = target.states
-    monkeypatch.setattr(target, "states", states)
-    found = score_together(scorers, texts, max_depth=3)
-    assert read == [2, 8] and found[0][:2] == known
-    monkeypatch.undo()
-    for scorer, scored in zip(scorers, found, strict=True):
-        alone = score(scorer.drafter, target, texts, max_depth=3, max_length=512)
-        for one, other in zip(alone, scored, strict=True):
-            np.testing.assert_allclose(one.alpha, other.alpha, atol=1e-6)
-            assert one.is_consistent == other.is_consistent and one.version == other.version
 
 
 @pytest.mark.long

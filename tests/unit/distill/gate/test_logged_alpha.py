@@ -82,22 +82,6 @@ def test_a_cut_behind_what_is_logged_moves_the_middle_little() -> None:
     assert abs(float(logged.mean()) - float(whole.mean())) < 0.02
 
 
-def test_sharp_distributions_leave_little_open_and_flat_ones_much() -> None:
-    _, sharp = both(6.0, 1.0, 0, 1.0, 0.0)
-    _, flat = both(0.5, 1.0, 0, 1.0, 0.0)
-    assert float(sharp.diff().mean()) < 0.02 < 0.3 < float(flat.diff().mean())
-    assert logged_alpha(sampled_top([], logged_arrays([])), torch.zeros(0, VOCAB)).shape == (0, 2)
-
-
-def test_the_middle_over_all_positions_is_nearer_than_that_of_sharp_distributions_alone() -> None:
-    """Sharp distributions are met by any draft, so their mean flatters it."""
-    parts = [both(sharpness, 1.0, 0, 1.0, 0.0) for sharpness in (1.5, 6.0)]
-    whole, logged = (torch.cat(side).float() for side in zip(*parts))
-    middle, sharp = logged.mean(-1), logged.diff().squeeze(-1) < 0.02
-    error, flattering = float((middle - whole).mean()), float(middle[sharp].mean() - whole.mean())
-    assert abs(error) < 0.03 < flattering
-
-
 def test_what_is_logged_belongs_to_its_depth() -> None:
     first, second = (record(torch.arange(VOCAB) * step, 1.0, 0, 1.0, 0.0) for step in (1.0, -1.0))
     both = dataclasses.replace(first, p=[*first.p, *second.p], drafted=[1, 1])

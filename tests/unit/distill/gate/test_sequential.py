@@ -118,19 +118,6 @@ def test_fresh_texts_go_with_their_candidate_and_are_bounded() -> None:
     assert evidence.fresh == {}
 
 
-def test_looks_with_repeated_bets_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Betting on a request again and again is no fair game; the simulation must see it."""
-
-    def forgetful(self: Evidence, differences: dict[str, float], error: float) -> float:
-        self.once.seen = []
-        return real(self, differences, error)
-
-    real = Evidence.look
-    monkeypatch.setattr(Evidence, "look", forgetful)
-    generator = np.random.default_rng(2)
-    assert rate([promoted_at(lineage(generator, 0.0, 60)) for _ in range(100)]) > 2 * MOST_FALSE
-
-
 def test_large_gains_are_promoted_at_the_first_look_and_losses_never() -> None:
     generator = np.random.default_rng(4)
     assert all(promoted_at(lineage(generator, 2.0, 3, first=24)) == 1 for _ in range(50))

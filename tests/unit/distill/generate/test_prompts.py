@@ -81,14 +81,6 @@ def test_windows_of_the_corpus_are_repeatable_and_split_by_document() -> None:
     assert not {prompt.name for prompt in held_out} & {prompt.name for prompt in train}
 
 
-def test_equal_prompts_fall_into_one_part(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\n".join(["same", "other"] * 8))
-    sides: dict[str, set[bool]] = {}
-    for prompt in load(tmp_path / "a.txt", held_out=0.5):
-        sides.setdefault(text(prompt), set()).add(prompt.held_out)
-    assert all(len(side) == 1 for side in sides.values())
-
-
 def test_a_question_has_one_name_in_every_form(tmp_path: Path) -> None:
     """Chats with answers to train on, and their questions alone, are split alike."""
 
@@ -124,11 +116,6 @@ def test_bad_sources_are_named(tmp_path: Path, name: str, content: str, says: st
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=says):
         load(tmp_path / name)
-
-
-def test_missing_file_is_named() -> None:
-    with pytest.raises(UserError, match=r"nowhere\.jsonl"):
-        load("nowhere.jsonl")
 
 
 class ThinkingLetters(Letters):
@@ -185,12 +172,6 @@ def test_chats_completions_and_plain_text_keep_their_answers(tmp_path: Path) -> 
     assert found == [chat, ("abcd\0", [0, 0, 1, 1, 1]), plain]
     # As a chat the completion is the answer of one.
     assert kept(tmp_path / "a.jsonl", rows, template="content") == [chat, chat, plain]
-
-
-def test_lines_of_a_text_are_kept_as_they_are_beside_a_template(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("ab")
-    (found,) = load(tmp_path / "a.txt", keep_answers=True, template="content")
-    assert (text(found), found.mask) == ("ab", [0, 1])
 
 
 def test_a_prompt_without_an_answer_has_none_to_keep(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.command import check
-from draftsmith.distill.generate.prompts import Way, columns_of, recorded, way_of
+from draftsmith.distill.generate.prompts import way_of
 from draftsmith.errors import UserError
 
 
@@ -27,14 +27,6 @@ def test_ways_are_spread_evenly_and_follow_no_pattern_of_the_prompts():
     # Of every sixth prompt, each way has 17 in the mean; 40 once in 10 million.
     assert max(Counter(ways[::6]).values()) < 40
     assert ways != [way_of(replace(several, seed=1), number) for number in range(600)]
-
-
-def test_a_row_records_what_differs_alone():
-    assert columns_of(config()) == [] and recorded(config(), Way(1.0, None)) == {}
-    several = config(temperature=(0.0, 1.0), thinking="both")
-    assert [name for name, _ in columns_of(several)] == ["temperature", "thinking"]
-    assert recorded(several, Way(0.0, True)) == {"temperature": 0.0, "thinking": True}
-    assert columns_of(config(thinking="on")) == []
 
 
 @pytest.mark.parametrize(

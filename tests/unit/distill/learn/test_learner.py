@@ -16,7 +16,6 @@ from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score
 from draftsmith.distill.learn.learner import Learner, Reservoir
 from draftsmith.drafters.target.target import Target
-from draftsmith.errors import UserError
 from draftsmith.record import RecordedTaps
 
 
@@ -162,40 +161,3 @@ def test_states_of_the_texts_kept_stay_within_their_bytes(served: list[ServedTex
     reservoir.arrived(texts)
     assert [one.request for one in reservoir.latest] == [one.request for one in texts[-3:]]
     assert newest_within(texts, 31) == [] and newest_within(served, 0) == served
-
-
-def test_no_fresh_text_is_replayed(
-    target: Target,
-    bigram: Callable,
-    served: list[ServedText],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = LearnConfig(unroll=LearnUnroll(steps=1), steps=4, replay=0.5, batch=8)
-    learner, batches = Learner(bigram(288), target, config, seed=0), []
-    rows = learner._rows
-
-    def recorded(texts: list[ServedText], rng: random.Random) -> list:
-        batches.append([one.request for one in texts])
-        return rows(texts, rng)
-
-    monkeypatch.setattr(learner, "_rows", recorded)
-    learner.update(served[:4])
-    learner.update(served[4:8])
-    assert all(sorted(one) == sorted(text.request for text in served[:4]) for one in batches[:4])
-    before = {text.request for text in served[:4]}
-    assert len(batches) == 8 and all(set(one[4:]) <= before for one in batches[4:])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"positions": ()},
-        {"replay": 1.0},
-        {"lr": -1.0},
-        {"batch": 0},
-        {"lr": float("nan")},
-    ],
-)
-def test_bad_options_are_one_sentence(target: Target, bigram: Callable, changes: dict) -> None:
-    with pytest.raises(UserError, match=r"learn\."):
-        Learner(bigram(288), target, LearnConfig(**changes), seed=0)

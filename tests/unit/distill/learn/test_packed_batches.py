@@ -26,7 +26,6 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import Distribution, RecordedTaps
-from draftsmith.train.data.batches import rows_as_long_as_the_longest
 from draftsmith.train.data.roles import TrainedRow
 from draftsmith.train.objective.outline import load_outline
 from tests.noise import noisy
@@ -126,16 +125,6 @@ def test_packed_rows_train_what_padded_ones_do(
     # Negative control: texts that saw each other.
     mixed = packed._replace(text=replace(packed.text, segments=None))
     assert not same(found(drafter, mixed), theirs, 1e-3)
-
-
-def test_rows_are_no_longer_than_the_longest_text_and_hold_each_once() -> None:
-    chance = np.random.default_rng(1)
-    for _ in range(50):
-        lengths = chance.integers(1, 60, chance.integers(1, 20)).tolist()
-        rows = rows_as_long_as_the_longest(lengths)
-        assert sorted(at for row in rows for at in row) == list(range(len(lengths)))
-        assert max(sum(lengths[at] for at in row) for row in rows) == max(lengths)
-    assert rows_as_long_as_the_longest([7, 7, 7]) == [[0], [1], [2]]
 
 
 def test_each_text_of_a_packed_row_has_the_states_of_a_pass_of_its_own(exact: Target) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from draftsmith.distill.buffer.traffic import ServedText, is_held_out_prompt
 from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.learner import Learner
-from draftsmith.distill.learn.rehearsal import Rehearsal, rehearsal_of
+from draftsmith.distill.learn.rehearsal import rehearsal_of
 from draftsmith.distill.learn.teachers import LearningBatch, LearningRow
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -125,27 +124,6 @@ def test_weights_of_folders_count(target: Target, tmp_path: Path) -> None:
         rows = rehearsal_of(config, target, gate=ALL, seed=0).rows
         counts.append(Counter(row.tokens[0] for row in rows)[10])
     assert counts[0] < 15 < 18 <= counts[1]
-
-
-def test_a_rehearsed_text_changes_what_is_learned_alike_every_time(
-    target: Target, bigram: Callable, served: list[ServedText], tmp_path: Path
-) -> None:
-    folder = folder_of(tmp_path, "code", 40, 9)
-    heads = []
-    for rehearse in ((folder,), (folder,), ()):
-        config = LearnConfig(rehearse=rehearse, lr=1e-2, unroll=LearnUnroll(steps=1), steps=4)
-        learner, _ = learner_of(target, drafter := bigram(288), config)
-        learner.update(served)
-        heads.append(drafter.head.detach().clone())
-    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
-
-
-def test_fewer_texts_than_asked_for_are_all_there_are(target: Target, tmp_path: Path) -> None:
-    sample = rehearsal_of(
-        LearnConfig(rehearse=(folder_of(tmp_path, "code", 4, 9),)), target, gate=ALL, seed=0
-    )
-    assert isinstance(sample, Rehearsal) and len(sample.rows) == 3
-    assert len(sample.sample(5, random.Random(0))) == 3
 
 
 @pytest.mark.parametrize(

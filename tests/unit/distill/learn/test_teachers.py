@@ -15,7 +15,7 @@ import torch
 from draftsmith import files
 from draftsmith.distill.buffer.record_table import from_table, to_table, tokens_only
 from draftsmith.distill.buffer.traffic import ServedText, chosen, stitch
-from draftsmith.distill.config import DistillConfig, LearnConfig, LearnUnroll
+from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.teachers import (
@@ -24,7 +24,6 @@ from draftsmith.distill.learn.teachers import (
     LearningRow,
     RecordedTeacher,
     arranged,
-    open_target,
 )
 from draftsmith.distill.state import LearnerCounters, StateFolder, TrackState
 from draftsmith.drafters.options import Eagle3Options
@@ -232,17 +231,6 @@ def test_what_records_cannot_give_is_refused(
     with pytest.raises(UserError, match=sentence):
         Learner(bigram(288), outline, LearnConfig(teacher="recorded", **changes), seed=0)
     Learner(bigram(288), outline, LearnConfig(**changes), seed=0)
-
-
-def test_the_target_of_records_is_an_outline_whatever_the_draft_reads(exact: Target) -> None:
-    config = DistillConfig(
-        target=exact.name, draft="d", buffer="b", versions="v",
-        learn=LearnConfig(teacher="recorded"),
-    )  # fmt: skip
-    assert isinstance(open_target(config, exact.name), TargetOutline)
-    assert not isinstance(
-        open_target(replace(config, learn=LearnConfig()), exact.name), TargetOutline
-    )
 
 
 def test_rejected_continuations_of_a_draft_that_reads_states_are_refused(

@@ -38,17 +38,6 @@ def read(
     return states.states(padded(texts), mask_of(texts), TAPS)
 
 
-def test_states_are_those_of_the_target(target: Target, texts: list[torch.Tensor]) -> None:
-    is_text = mask_of(texts).bool()
-    states = TextStates(target, GENEROUS)
-    for _ in range(2):
-        for found, expected in zip(read(states, texts), read(target, texts), strict=True):
-            assert found.shape == expected.shape and found.dtype == expected.dtype
-            torch.testing.assert_close(found[is_text], expected[is_text], rtol=1e-4, atol=1e-5)
-    hidden = states.states(padded(texts), mask_of(texts), ())[1]
-    torch.testing.assert_close(hidden, read(states, texts)[1])
-
-
 def test_a_step_in_bfloat16_reads_what_a_score_reads(
     target: Target, texts: list[torch.Tensor]
 ) -> None:
@@ -82,21 +71,6 @@ def test_a_text_is_read_once_and_alike_in_any_company(
     states.forget()
     read(states, texts[:1])
     assert states.num_read == 9
-
-
-def test_states_stay_within_their_bytes(target: Target, texts: list[torch.Tensor]) -> None:
-    width = (len(TAPS) + 1) * target.hidden_size * 4
-    states = TextStates(target, 22 * width)
-    for kept in ([texts[0]], [texts[1]], [texts[0]], [texts[2]]):
-        read(states, kept)
-    # 5 + 17 tokens fit, then the text of 17, not read for longest, makes room for 9.
-    assert states.num_bytes == 14 * width
-    before = states.num_read
-    read(states, [texts[0], texts[2]])
-    assert states.num_read == before
-    found = read(states, [texts[3]])[1]
-    assert states.num_bytes == 0, "a text over the limit is read and not kept"
-    torch.testing.assert_close(found, read(target, [texts[3]])[1], rtol=1e-4, atol=1e-5)
 
 
 def test_training_and_gate_share_one_pass_a_text(

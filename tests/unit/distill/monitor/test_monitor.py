@@ -1,5 +1,5 @@
-"""Events of positions against exact probabilities, the false-alarm rate of the evidence, and its
-power against small biases."""
+"""Events of positions against exact probabilities, the false-alarm rate of the evidence, and what an
+engine can do wrong."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import pytest
 
 from draftsmith.distill.buffer.record_table import from_table, to_table
 from draftsmith.distill.monitor.events import (
-    EVENTS,
     STRENGTHS,
     Bets,
     EvidenceCounts,
     MonitorEvent,
     events_of,
 )
-from draftsmith.distill.monitor.monitor import MOST_STREAMS, EvidenceStream, Monitor
+from draftsmith.distill.monitor.monitor import MOST_STREAMS, Monitor
 from draftsmith.distill.monitor.positions import Positions, positions_of
 from draftsmith.files import plain
 from draftsmith.record import Distribution, RoundRecord
@@ -164,11 +163,8 @@ def test_positions_left_out_by_what_came_before_do_not_bias() -> None:
     assert biased.z > 6
 
 
-def simulated(
-    streams: int, length: int, seed: int, *, bias: float = 0.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Events [streams, length] of `accepted` and their probabilities, x drawn from q. So many
-    rejected tokens are kept at random that the share of accepted ones is `bias` higher."""
+def simulated(streams: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Events [streams, length] of `accepted` and their probabilities, x drawn from q."""
     generator = np.random.default_rng(seed)
     laws = pairs(seed)
     which = generator.integers(len(laws), size=(streams, length))
@@ -177,9 +173,7 @@ def simulated(
         mine = which == index
         x = generator.choice(VOCAB, size=int(mine.sum()), p=q)
         chance[mine] = np.minimum(1.0, p[x] / q[x])
-    happened = generator.random((streams, length)) < chance
-    kept = generator.random((streams, length)) < bias / (1 - chance.mean())
-    return happened | kept, chance
+    return generator.random((streams, length)) < chance, chance
 
 
 def money(happened: np.ndarray, chance: np.ndarray) -> np.ndarray:
@@ -226,14 +220,6 @@ def test_rounding_never_becomes_evidence(rate: float) -> None:
         return bets.log_evidence
 
     assert found(0.02) < 3 and found(0.0) > 10
-
-
-def test_an_acceptance_of_two_percent_too_much_is_found() -> None:
-    happened, chance = simulated(40, 30_000, 4, bias=0.02)
-    level = EvidenceStream(2).log_level(1e-6) + math.log(len(EVENTS))
-    passed = money(happened, chance) >= level
-    first = np.where(passed.any(axis=1), passed.argmax(axis=1), 30_000)
-    assert np.median(first) < 12_000 and (first < 30_000).mean() > 0.95
 
 
 @pytest.mark.parametrize(
