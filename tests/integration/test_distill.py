@@ -13,15 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from draftsmith.distill import command as daemon
 from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.daemon import Daemon
-from draftsmith.distill.gate import scoring
 from draftsmith.distill.state import StateFolder
-from draftsmith.drafters import checkpoint, versions
+from draftsmith.drafters import versions
 from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -127,35 +125,6 @@ def test_what_is_due_is_told_at_the_start_and_a_mean_of_nothing_is_none(
 
 
 @pytest.mark.long
-def test_each_text_is_read_and_each_draft_scored_once(
-    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training, the gate and the version that goes live ask for the same texts."""
-    made = loop()
-    made.serve(60)
-    learner = learner_of(made.config, io.StringIO())
-    for _ in range(10):
-        if learner.track.live.version == 1:
-            learner.cycle()
-    assert learner.track.live.version == 2
-    track, states = learner.track, learner.states
-    assert states.num_read <= 60 < learner.config.learn.steps * learner.config.learn.batch
-    window, live = track.window, track.live.scorer
-    fresh = live.of(live.drafter).score(window, max_depth=track.depth)
-    before = states.num_read
-    with monkeypatch.context() as patched:
-        patched.setattr(scoring, "score_drafters", None)
-        known = live.score(window, max_depth=track.depth)
-    assert len(window) >= made.config.gate.requests
-    for one, other in zip(known, fresh, strict=True):
-        np.testing.assert_allclose(one.alpha, other.alpha, atol=1e-6)
-    learner.forget(frozenset({window[0].request.partition("-")[0]}))
-    assert before == states.num_read and states.num_bytes == 0
-    live.of(live.drafter).score(window[:1], max_depth=track.depth)
-    assert states.num_read == before + 1
-
-
-@pytest.mark.long
 def test_a_version_that_is_worse_live_is_rolled_back_to_the_best_before_it(
     loop: Callable[..., Any],
 ) -> None:
@@ -179,36 +148,6 @@ def test_a_version_that_is_worse_live_is_rolled_back_to_the_best_before_it(
         and abs(rolled["served_gap"]) < 0.05
     )
     assert rolled["earlier"]["1"]["evidence"] * made.config.gate.error / 3 >= 1
-
-
-@pytest.mark.long
-def test_a_version_served_with_other_weights_is_rolled_back(loop: Callable[..., Any]) -> None:
-    """The folder is good, what runs under its name is not: only real acceptance can tell."""
-    made = loop("perfect")
-    daemon.run(made.config)
-    assert made.publish(made.draft) == 2
-    made.shuffle(made.draft)
-    checkpoint.save(made.draft, made.root / "noise", made.target)
-    made.serve(60, version=2, folder=made.root / "noise")
-    daemon.run(replace(made.config, gate=replace(made.config.gate, every=1000)))
-    assert versions.latest(made.versions) == 1
-    (rolled,) = made.decisions("rolled back")
-    assert rolled["served_gap"] > 0.3 and rolled["earlier"]["1"]["gain"] == 0.0
-
-
-@pytest.mark.long
-def test_a_good_version_stays(loop: Callable[..., Any]) -> None:
-    """The same watch over a version that is no worse than its parent: no false alarm."""
-    made = loop("perfect")
-    daemon.run(made.config)
-    assert made.publish(made.draft) == 2
-    made.serve(60, version=2)
-    daemon.run(replace(made.config, gate=replace(made.config.gate, every=1000)))
-    assert versions.latest(made.versions) == 2
-    assert (
-        made.status()["live"]["requests"] >= made.config.gate.requests
-        and made.status()["rolled_back"] == 0
-    )
 
 
 def test_a_version_chosen_by_hand_is_followed(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -39,15 +38,12 @@ from draftsmith.distill.state import StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters import versions
-from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
-from draftsmith.kernels.divergence.fused import SharedLogits, TargetLogits
 from draftsmith.lock import folder_lock
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.train.objective.teacher import LiveSource, TargetSignals
 from tests import forked
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -69,29 +65,6 @@ def failing(times: int, work: Callable[..., Any]) -> Callable[..., Any]:
 # Bad updates.
 
 
-def wrong_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token's distribution is told as its neighbour's."""
-    read = LiveSource.read
-
-    def shuffled(self: LiveSource, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
-        signals = read(self, text, taps)
-        return TargetSignals(
-            signals.taps, lambda row, position: shifted(signals.distributions(row, position))
-        )
-
-    monkeypatch.setattr(LiveSource, "read", shuffled)
-
-
-def shifted(logits: TargetLogits) -> TargetLogits:
-    def read(rows: slice) -> torch.Tensor | SharedLogits:
-        found = logits(rows)
-        if isinstance(found, SharedLogits):
-            return found._replace(logits=found.logits.roll(1, dims=-1))
-        return found.roll(1, dims=-1)
-
-    return read
-
-
 def harmful(harm: str, made: Any) -> Callable[..., UpdateReport]:
     update = Learner.update
 
@@ -100,7 +73,7 @@ def harmful(harm: str, made: Any) -> Callable[..., UpdateReport]:
         with self.averaged() as judged, torch.no_grad():
             if harm == "noise":
                 made.shuffle(judged)
-            elif harm == "NaN":
+            else:
                 next(judged.parameters())[0] = float("nan")
         return report
 
@@ -112,20 +85,15 @@ def accept_all(*args: Any, **values: Any) -> Decision:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "harm", ["NaN", "noise", "shuffled labels", "a learning rate 100 times too high"]
-)
+@pytest.mark.parametrize("harm", ["NaN", "noise"])
 def test_bad_updates_are_not_published(
     loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
     """The draft is the target itself, so that whatever is learned can only be harm."""
     made = loop("perfect")
     made.serve(60)
-    lr = {"shuffled labels": 3e-3, "a learning rate 100 times too high": 3e-1}.get(harm, 1e-5)
-    config = replace(made.config, learn=replace(made.config.learn, steps=6, lr=lr))
+    config = replace(made.config, learn=replace(made.config.learn, steps=6, lr=1e-5))
     monkeypatch.setattr(Learner, "update", harmful(harm, made))
-    if harm == "shuffled labels":
-        wrong_labels(monkeypatch)
     daemon.run(config)
     assert versions.versions(made.versions) == [1] and versions.latest(made.versions) == 1
     (decision,) = made.decisions()
@@ -147,27 +115,6 @@ def test_bad_updates_are_not_published(
 
 
 # Disks.
-
-
-@pytest.mark.long
-def test_a_truncated_shard_costs_its_own_records_alone(
-    loop: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    made = loop()
-    for wave in range(3):
-        made.serve(20, seed=wave)
-        time.sleep(0.002)
-    daemon.run(replace(made.config, versions=str(made.root / "whole")))
-    whole = made.state(made.root / "whole")["counters"]
-    victim = Path(ShardFolder(made.config.buffer).shards()[1].path)
-    victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        assert daemon.run(made.config) == 0
-    told = made.status()
-    assert (whole["damaged_shards"], told["damaged_shards"]) == (0, 1) and told["updates"] > 0
-    assert told["texts"] + told["held_out"] == 40 == whole["texts"] + whole["held_out"] - 20
-    assert [line.message.count("is damaged and skipped") for line in caplog.records].count(1) == 1
 
 
 def test_answers_do_not_depend_on_the_buffers_disk(
@@ -300,30 +247,6 @@ def test_a_clock_that_jumps_changes_nothing_that_is_learned(
     assert jumped["counters"] == steady["counters"] and jumped["counters"]["updates"] > 0
     for name, value in steady["candidate"].items():
         torch.testing.assert_close(jumped["candidate"][name], value, rtol=0, atol=0)
-
-
-def test_a_servers_clock_that_jumps_back_and_forth_loses_no_record(
-    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = loop()
-    writer = BufferWriter(made.config.buffer, flush_s=60.0, flush_records=10**6)
-    engine = build_engine(made.target, Ngram(min_n=1), EngineConfig(k=3), sink=writer)
-    reader, requests, newest_ms, hidden = BufferReader(made.config.buffer), [], 0, 0
-    now_s = time.time
-    for number, jump_s in enumerate((0, 10**6, -(10**6), 500, -500)):
-        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: now_s() + jump_s)
-        engine.generate(made.prompts(2, number), made.sampling, text=False)
-        writer._flush()
-        shard = max(ShardFolder(made.config.buffer).shards(), key=lambda one: one.number)
-        hidden += shard.time_ms < newest_ms
-        newest_ms = max(newest_ms, shard.time_ms)
-        requests += [one.request for one in reader.read().records if one.last]
-        # What is read may go when it is old, by a clock that is right or not; what is unread may
-        # not.
-        retain(reader.folder, reader.cursor, max_bytes=1 << 30, max_age_s=3600.0)
-    writer.close()
-    assert len(requests) == len(set(requests)) == 10
-    assert hidden == 3, "the control: a reader that went by time would not see these"
 
 
 def test_a_request_whose_records_are_on_their_way_is_waited_for(

@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -179,26 +178,6 @@ def test_processes_of_a_launcher_write_what_one_writes(
     for name in names:
         found = [(tmp_path / folder / name).read_bytes() for folder in ("whole", "together")]
         assert found[0] == found[1], name
-
-
-def test_processes_meet_and_the_first_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two has the folder opened by the first before it opens it, and no work begins before
-    both have."""
-    events: list[str] = []
-    barrier = threading.Barrier(2)
-    monkeypatch.setattr(dist, "barrier", lambda: barrier.wait(10))
-
-    def process(rank: int) -> None:
-        processes = Processes(rank, 2)
-        processes.leader_first(lambda: events.append(f"{rank} opens"))
-        events.append(f"{rank} works")
-
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in (1, 0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert events[:2] == ["0 opens", "1 opens"] and sorted(events[2:]) == ["0 works", "1 works"]
 
 
 def test_the_end_of_another_process_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,22 +198,6 @@ def test_the_audit_of_a_buffer_is_lossless_and_leaves_no_mark(
     assert "LOSSLESS" in capsys.readouterr().out
 
 
-def test_the_audit_of_a_buffer_names_the_version_that_is_wrong(
-    buffer: Callable[..., str], tmp_path: Path
-) -> None:
-    """Every second rejected draft counts as accepted under version 8."""
-
-    def wrong(one: RoundRecord) -> RoundRecord:
-        if one.round % 4 == 0 and one.accepted < len(one.drafted):
-            one = replace(one, accepted=one.accepted + 1)
-        return replace(one, draft_version="8") if one.round % 2 == 0 else one
-
-    status, report = audit(buffer(wrong), tmp_path)
-    assert (status, report["verdict"]) == (1, "lossy")
-    broken = {check["name"] for check in report["checks"] if not check["passed"]}
-    assert "version 8" in broken and "version 7" not in broken
-
-
 def test_the_audit_of_a_buffer_of_several_names_the_engine_that_is_wrong(
     buffer: Callable[..., str], tmp_path: Path
 ) -> None:

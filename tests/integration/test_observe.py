@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -154,29 +152,3 @@ def test_records_say_what_the_server_itself_records(
                 assert mine.ids[:10] == wanted.ids[:10]
                 assert mine.logprobs[:10] == pytest.approx(wanted.logprobs[:10], abs=2e-3)
     assert in_full == 6
-
-
-@pytest.mark.long
-def test_the_median_request_waits_little(
-    made: Any, url: str, tmp_path: Path, record_property: Callable[..., None]
-) -> None:
-    """Time that the proxy adds to a request of one token, in alternating pairs."""
-    body = {"prompt": [5, 6], "max_tokens": 1, "return_token_ids": True}
-    with proxied(url, tmp_path / "buffer") as proxy:
-        clients = [httpx.Client(base_url=one, timeout=60) for one in (url, proxy.url)]
-        added_ms = []
-        for _ in range(40):
-            times_s = []
-            for http in clients:
-                begun_s = time.perf_counter()
-                http.post("/v1/completions", json=body).raise_for_status()
-                times_s.append(time.perf_counter() - begun_s)
-            added_ms.append(1000 * (times_s[1] - times_s[0]))
-        for http in clients:
-            http.close()
-    median_ms = statistics.median(added_ms)
-    logging.getLogger("draftsmith.observe").warning("median added: %.2f ms", median_ms)
-    record_property("median_added_ms", median_ms)
-    assert proxy.counters.answers == 40
-    # On a machine with other work; quiet ones add about one.
-    assert median_ms < 50

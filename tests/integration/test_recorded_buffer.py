@@ -7,6 +7,7 @@ import io
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ def learned(
     for number in range(NUM_REQUESTS):
         writer.put(record(number))
     writer.close()
+    (Path(config.buffer) / f"{0:013d}-torn-{0:08d}.parquet").write_bytes(b"PAR1")
 
     def run(*, most_fresh: int | None) -> list[list[str]]:
         updates: list[list[str]] = []
@@ -66,6 +68,7 @@ def learned(
         monkeypatch.setattr(daemon.reader, "read", when_due)
         daemon.loop(threading.Event())
         held_out = daemon.counters.held_out
+        assert daemon.counters.damaged_shards == 1
         assert 0 < held_out < NUM_REQUESTS / 2
         used = [request for one in updates for request in one]
         assert len(used) == len(set(used)) == daemon.counters.texts

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from draftsmith.distill.buffer.process import parse, records_of, send
 from draftsmith.distill.buffer.record_table import from_table, to_table
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.distill.gate.logged import positions_of
@@ -20,13 +18,12 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.record import Distribution, RecordedRound, RoundRecord
+from draftsmith.record import Distribution, RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.shared_ring import Ring
 from draftsmith.train.data.roles import Role
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7, 9, 8], [100, 4, 100, 4, 100, 4, 77]]
@@ -219,31 +216,3 @@ def test_rounds_under_penalties_are_text_without_distributions_so_that_nobody_sc
     assert scored[0] == scored[2] == 0 < scored[1]
     assert all(Role.FIRST_REJECTED in text.roles for text in texts)
     assert [text.is_scorable for text in texts] == [found[tuple(text.tokens)] > 0 for text in texts]
-
-
-@pytest.mark.parametrize("family", ["eagle3", "ngram"])
-def test_records_through_a_writers_memory_are_those_of_a_sink_in_the_process_to_the_bit(
-    target: Target, records: Any, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    ring, put_round = Ring.create(32 << 20), records.put_round
-
-    def put(round: RecordedRound) -> None:
-        assert send(ring, round)
-        put_round(round)
-
-    monkeypatch.setattr(records, "put_round", put)
-    drafter = eagle3(target) if family == "eagle3" else Ngram(min_n=1)
-    engine = build_engine(
-        target, drafter, EngineConfig(seed=1, k=3, max_batch=4), sink=records, draft_version="7"
-    )
-    asked = [params(1.0, bad_words=((7,),)), params(0.7, top_k=40, k=2), params(0.0)]
-    serve(engine, asked, request_class="code")
-    messages = []
-    while (room := ring.next()) is not None:
-        messages.append(parse(room))
-        ring.release()
-    table = to_table(records)
-    assert table.num_rows > 10 and len(messages) < table.num_rows
-    assert to_table(records_of(messages)).equals(table)
-    assert {record.sampler for record in records} >= {"", "greedy"}
-    assert all(record.request_class == "code" for record in records)

@@ -122,26 +122,6 @@ def test_a_draft_that_predicts_no_more_stays_until_it_has_learned(site: Site) ->
 
 
 @pytest.mark.long
-def test_new_weights_in_the_targets_folder_are_taken_up_while_it_runs(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The records say that servers run another target, the folder that it is there."""
-    take_in, changed = daemon.Daemon.take_in, []
-
-    def change_then_take_in(self: daemon.Daemon) -> bool:
-        if not changed:
-            changed.append(self.target.revision)
-            site.change(0.01)
-            site.serve(40)
-        return take_in(self)
-
-    monkeypatch.setattr(daemon.Daemon, "take_in", change_then_take_in)
-    daemon.run(site.config)
-    assert not site.decisions("quarantine") and site.decisions("accept")
-    assert site.revision() == site.target.revision != changed[0]
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(("noise", "is_close"), [(0.01, True), (3.0, False)])
 def test_text_that_is_there_predicts_alpha_under_new_weights_before_any_traffic(
     site: Site, monkeypatch: pytest.MonkeyPatch, noise: float, is_close: bool

@@ -118,6 +118,11 @@ def test_bad_sources_are_named(tmp_path: Path, name: str, content: str, says: st
         load(tmp_path / name)
 
 
+def test_missing_file_is_named() -> None:
+    with pytest.raises(UserError, match=r"nowhere\.jsonl"):
+        load("nowhere.jsonl")
+
+
 class ThinkingLetters(Letters):
     def apply_chat_template(self, conversation: Any, **options: Any) -> str:
         shown = {True: "<on>", False: "<off>", None: ""}[options.pop("enable_thinking", None)]
