@@ -94,7 +94,7 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 @pytest.fixture(scope="session")
 def run_client() -> Callable[..., str]:
-    """`run_client("lm-eval", "bin/lm_eval", *arguments, cwd=...)` runs it to its end and gives what
+    """`run_client("aiperf", "bin/aiperf", *arguments, cwd=...)` runs it to its end and gives what
     it printed."""
 
     def run(

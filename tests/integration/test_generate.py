@@ -327,21 +327,11 @@ def test_started_folder_with_other_options_and_foreign_folder_are_refused(
         generate.run(config(path, tmp_path / "other"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"max_tokens": 0}, "'max_tokens' is 0"),
-        ({"temperature": float("nan")}, "'temperature' is nan"),
-        ({"max_tokens": 4096}, "context of 256"),
-        ({"held_out": 2.0}, "'held_out' is 2.0"),
-        ({"seed": -5}, "'seed' is -5"),
-    ],
-)
-def test_bad_options_are_one_sentence(
-    tiny_target: Callable[..., str], tmp_path: Path, changes: dict, says: str
+def test_answers_longer_than_the_target_reads_are_refused(
+    tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=says):
-        generate.run(config(tiny_target("llama"), tmp_path / "d", **changes))
+    with pytest.raises(UserError, match="context of 256"):
+        generate.run(config(tiny_target("llama"), tmp_path / "d", max_tokens=4096))
 
 
 @pytest.mark.usefixtures("uncaptured")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
+from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.buffer.record_table import from_table, to_table
 from draftsmith.distill.buffer.traffic import ServedText, known_taps, stitch
 from draftsmith.distill.command import run
@@ -172,20 +172,6 @@ def test_a_draft_that_reads_no_states_has_none_to_record(target: Target) -> None
         build_engine(target, Ngram(), EngineConfig(record_taps=64))
     with pytest.raises(UserError, match="record_taps is 64 with no drafter"):
         build_engine(target, None, EngineConfig(record_taps=64))
-
-
-def test_states_cost_what_the_document_says(target: Target, tmp_path: Path) -> None:
-    """Two bytes a number, before compression."""
-    drafter = new_draft("eagle3", target)
-    writer = BufferWriter(str(tmp_path))
-    engine_of(target, drafter, writer).generate(prompts(2), SAMPLING, text=False)
-    writer.close()
-    read = BufferReader(str(tmp_path), with_taps=True).read().records
-    width = len(drafter.taps) * target.hidden_size
-    positions = sum(len(text.tokens) - 1 for text in texts_of(read))
-    assert sum(one.tap_bytes for one in read) == 2 * width * positions
-    # A reader that needs none does not read them.
-    assert not any(one.taps for one in BufferReader(str(tmp_path)).read().records)
 
 
 @pytest.mark.parametrize("family", READING)

@@ -6,17 +6,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from draftsmith import files
-from draftsmith.distill.buffer.record_table import from_table, to_table, tokens_only
+from draftsmith.distill.buffer.record_table import tokens_only
 from draftsmith.distill.buffer.traffic import ServedText, chosen, stitch
 from draftsmith.distill.config import LearnConfig, LearnUnroll
-from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.teachers import (
     DraftedSpan,
@@ -25,7 +22,6 @@ from draftsmith.distill.learn.teachers import (
     RecordedTeacher,
     arranged,
 )
-from draftsmith.distill.state import LearnerCounters, StateFolder, TrackState
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
@@ -174,44 +170,6 @@ def test_a_narrow_distribution_among_wide_ones_keeps_its_tail(
         changed = replace(config, divergence="reverse-kl")
         losses.append(gradient(Learner(bigram(288), outline, changed, seed=0), batch))
     assert losses[0][0] == losses[1][0] and torch.equal(losses[0][1], losses[1][1])
-
-
-def test_a_learner_trains_on_the_outline_of_a_target_and_goes_on_after_a_restart(
-    outline: Target, bigram: Callable, served: list[ServedText], tmp_path: Path
-) -> None:
-    """No pass of the target: its outline has no weights."""
-    config = LearnConfig(teacher="recorded", lr=2e-2, steps=6, replay=0.5, batch=4, unroll=ONE_STEP)
-    first = Learner(bigram(288), outline, config, seed=0)
-    stored = [stitch(from_table(to_table(text.records))) for text in served]
-    report = first.update(stored)
-    assert report.tokens > 0 and report.masked > 0 and report.broken == 0
-    later = first.update(stored[:1])
-    assert np.isfinite(later.loss) and later.loss < report.loss * 1.5
-    assert all(one.p and not one.q for text in first.reservoir.texts for one in text.records)
-    with pytest.raises(RuntimeError, match="has no weights to run"):
-        outline.states(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), ())
-
-    def restored(revision: str) -> Learner:
-        other = Learner(bigram(288), outline, config, seed=0)
-        assert StateFolder(tmp_path).restore(other, target_revision=revision) is not None
-        return other
-
-    state = TrackState(1, False, Ledger(), None, {}, [], [])
-    StateFolder(tmp_path).save(
-        first, state, cursor={}, counters=LearnerCounters(), target_revision="now", open_records=[]
-    )
-    # Drafts of classes were once saved beside it.
-    (path,) = tmp_path.glob("learner/*/state.json")
-    values = files.read_json(path, "the state")
-    values["lineages"]["c01"] = values["lineages"][""]
-    files.write_json(path, {**values, "pool": {}})
-    again = restored("now")
-    assert again.update(stored[1:2]).loss == first.update(stored[1:2]).loss
-    assert torch.equal(again.drafter.head, first.drafter.head)
-    # Of other weights the texts stay, and their distributions do not.
-    changed = restored("new")
-    assert len(changed.reservoir.texts) == len(stored) + 1
-    assert changed.update([text.unlogged() for text in stored]).tokens == 0
 
 
 @pytest.mark.parametrize(
