@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from draftsmith.chat_answers import ChatAnswers
@@ -19,12 +17,10 @@ from tests.chat_templates import (
     CITY,
     CONVERSATIONS,
     ONE,
-    TOOL,
     eos_ids,
     faults,
     thought,
     tokenizer_of,
-    tooled,
     trained,
     turn,
 )
@@ -149,18 +145,6 @@ def test_prompts_are_those_of_a_server_and_answers_have_their_end(
     )
 
 
-def test_reasoning_that_holds_the_answer_is_trained_whole() -> None:
-    asked = turn("user", "2+2?")
-    four = turn("assistant", "4", reasoning_content="2+2 is 4, sure.")
-    ((_, answer),) = split([asked, four], FORGETFUL)
-    assert answer == "<think>\n2+2 is 4, sure.\n</think>\n\n4<|im_end|>"
-    # As the text of the row has it, and where the template leaves it out.
-    inline = turn("assistant", "<think>\n2+2 is 4, sure.\n</think>\n\n4")
-    for one in (four, inline):
-        ((prompt, answer),) = split([asked, one], OPEN)
-        assert prompt.endswith("<think>\n") and answer == "2+2 is 4, sure.\n</think>\n\n4<|im_end|>"
-
-
 def test_an_answer_without_reasoning_has_the_form_that_its_prompt_asks_for() -> None:
     ((prompt, answer),) = split(ONE, OPEN)
     assert prompt.endswith("<think>\n") and answer == "\n</think>\n\nIt is BETA.<|im_end|>"
@@ -171,24 +155,6 @@ def test_an_answer_without_reasoning_has_the_form_that_its_prompt_asks_for() -> 
     off = {"enable_thinking": False}
     with pytest.raises(UserError, match=r"row 1, turn 2: .* with reasoning, behind other text"):
         split([ONE[0], thought("BETA")], SWITCHED, chat_template_kwargs=off)
-
-
-def test_answers_are_texts_of_their_own_where_a_later_prompt_forgets() -> None:
-    first, second = split([ONE[0], thought("BETA"), ONE[0], thought("DELTA")], FORGETFUL)
-    assert first[1].startswith("<think>\nI know that It is BETA.")
-    assert len(second) == 2 and "I know that It is BETA." not in second[0]
-    assert len(split([*ONE, *ONE], CLOSED)) == 1
-
-
-def test_content_and_calls_are_trained_with_their_end() -> None:
-    chat = tooled("Looking.", as_text=True)
-    ((_, called, _, said),) = split(chat, TOOLS, tools=[TOOL])
-    assert called == (
-        'Looking.<tool_call>{"name": "weather", "arguments": {"city": "BETACITY"}}</tool_call><|im_end|>'
-    )  # fmt: skip
-    assert said == "It is DELTA.<|im_end|>"
-    ((_, called, _, said),) = split(chat, NEXT, tools=[TOOL])
-    assert called.endswith("</tool_call><|observation|>") and said == "It is DELTA.<|user|>"
 
 
 def test_nulls_of_other_rows_are_in_no_prompt() -> None:
@@ -274,34 +240,6 @@ def test_a_conversation_without_a_prompt_or_an_answer_is_refused() -> None:
     for chat in (ONE[:1], ONE[1:], []):
         with pytest.raises(UserError, match="row 1 has no assistant turn behind a prompt"):
             split(chat, CLOSED)
-
-
-WORDS = st.lists(
-    st.sampled_from(["the", "draft", " ", "\n", "<user>", "e", "\u00e9", ".", "in"]),
-    min_size=1,
-    max_size=6,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(contents=st.lists(WORDS.map("".join).filter(str.strip), min_size=2, max_size=6))
-def test_masked_tokens_are_those_that_a_server_would_have_added(contents: list[str]) -> None:
-    messages = [turn("assistant" if at % 2 else "user", text) for at, text in enumerate(contents)]
-    form = answers_of(CLOSED)
-    found = form.texts(conversation_of({"messages": messages}, "row 1"), "row 1")
-    answers = [one["content"].strip() + "<|im_end|>" for one in messages[1::2]]
-    written = []
-    for ids, mask in found:
-        for at in range(1, len(ids)):
-            if mask[at] and not mask[at - 1]:
-                end = next((end for end in range(at, len(ids)) if not mask[end]), len(ids))
-                before = form.tokenizer.apply_chat_template(
-                    messages[: 2 * len(written) + 1], tokenize=True, return_dict=False,
-                    add_generation_prompt=True,
-                )  # fmt: skip
-                assert ids[:at] == before
-                written.append(form.tokenizer.decode(ids[at:end]))
-    assert written == answers
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 from draftsmith import cli
 from draftsmith.commands import table
-from draftsmith.errors import NEEDED, OPTIONAL, UserError, check_extra, extra_of
+from draftsmith.errors import NEEDED, OPTIONAL, extra_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("src/draftsmith", "kernels", "drafters", "train", "serve", "distill", "fleet")
@@ -68,21 +67,6 @@ def test_a_command_without_its_extra_ends_in_one_sentence_before_anything_loads(
             f"draftsmith: error: {name} needs {package}, which is not installed; pip install "
             f"'draftsmith[{extra}]'\n"
         )
-
-
-@pytest.mark.parametrize("extra", NEEDED)
-def test_nothing_is_refused_where_all_is_installed_or_the_other_extra_is_missing(
-    extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = {"serve": "train", "train": "serve", "fleet": "train"}[extra]
-    without(
-        monkeypatch,
-        *(set(NEEDED[other]) - set(NEEDED[extra])),
-        *OPTIONAL["train"],
-        *OPTIONAL["grammar"],
-    )
-    check_extra("command", extra)
-    check_extra("command", None)
 
 
 @pytest.mark.parametrize(
@@ -161,25 +145,3 @@ def test_the_table_is_what_pyproject_declares() -> None:
         }
         # starlette and pydantic come with fastapi; httptools and uvloop are uvicorn's to find.
         assert known - {"starlette", "pydantic"} == declared - {"httptools", "uvloop"}
-
-
-@pytest.mark.long
-def test_serving_imports_neither_trainers_nor_plots() -> None:
-    script = (
-        "import sys\nfor name in ('accelerate', 'datasets', 'peft', 'deepspeed', 'matplotlib'): "
-        "sys.modules[name] = None\n"
-        "import draftsmith.commands.serve, draftsmith.serve.command, "
-        "draftsmith.distill.buffer.buffer\n"
-        "import draftsmith.distill.buffer.record_table\n"
-        "from draftsmith import Engine\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_missing_extra_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "fastapi")
-    with pytest.raises(UserError, match=r"^serve needs fastapi, .*draftsmith\[serve\]"):
-        check_extra("serve", "serve")

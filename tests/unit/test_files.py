@@ -6,7 +6,6 @@ import base64
 import errno
 import os
 from collections import defaultdict
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,6 @@ from draftsmith.files import (
     write_page,
     write_text,
 )
-from draftsmith.train.checkpoints import BestDraft, RunFolder
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.pipeline import read_record
 from draftsmith.train.reporting import MetricsFile
 from tests.conftest import small_files
 
@@ -70,32 +66,6 @@ def test_a_saved_value_of_another_form_is_a_type_error(wanted: Any, value: Any) 
     with pytest.raises(TypeError, match=" is no "):
         restored(wanted, value)
     assert restored(list[int] | None, None) is None and restored(list[int], (1, 2)) == [1, 2]
-
-
-def resume(root: Path) -> None:
-    folder = RunFolder(root)
-    folder.complete(step=1, elapsed_s=0.0, processes=1, passes=1)
-    folder.check(TrainConfig(family="mtp", target="", data=(), out=str(root)))
-
-
-@pytest.mark.parametrize(
-    ("name", "read"),
-    [
-        ("run.json", read_record),
-        ("training/run.json", resume),
-        ("training/data.json", lambda root: RunFolder(root).keep_data(np.array([4]))),
-        ("training/best.json", lambda root: BestDraft(root / "training").read()),
-        ("training/checkpoint-1/complete.json", lambda root: RunFolder(root).newest()),
-    ],
-)
-def test_a_run_folder_that_holds_a_list_for_a_record_is_refused(
-    tmp_path: Path, name: str, read: Callable[[Path], object]
-) -> None:
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[3]")
-    with pytest.raises(UserError, match="holds '\\[3\\]' instead of a JSON object"):
-        read(tmp_path)
 
 
 class Tags(HTMLParser):

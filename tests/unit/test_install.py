@@ -1,5 +1,5 @@
 """The requirements resolve as on any machine: from the registry alone, with no local file, no cache
-of this machine's and an empty home."""
+of this machine's and an empty home. `tests/e2e/test_fresh_clone.py` installs them by pip."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,7 +27,6 @@ KEPT = (
 PROJECT = (ROOT / "pyproject.toml").read_text()
 PYTHONS = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
 Run = Callable[..., subprocess.CompletedProcess[str]]
-Resolutions = dict[str, "Future[subprocess.CompletedProcess[str]]"]
 
 
 def reaching(environment: dict[str, str]) -> dict[str, str]:
@@ -46,8 +43,8 @@ def reaching(environment: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory, install_tools: Callable[..., None]) -> Run:
-    """Runs `python -m ...` with nothing of this machine, by the newest pip and uv, which read
-    metadata without whole wheels."""
+    """Runs `python -m ...` with nothing of this machine, by the newest uv, which reads metadata
+    without whole wheels."""
     home = tmp_path_factory.mktemp("home")
     tools = home / "tools"
     environment = reaching(dict(os.environ)) | {
@@ -67,7 +64,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory, install_tools: Callable[.
             command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=580
         )
 
-    install_tools(tools, environment, "pip", "uv")
+    install_tools(tools, environment, "uv")
     return run
 
 
@@ -88,18 +85,6 @@ def test_only_a_registry_that_is_not_reached_skips_a_test(
         match="no registry answers" if outcome == "skip" else "uv",
     ):
         install_tools(tmp_path / "tools", environment, "uv")
-
-
-def resolve_by_pip(run: Run, constraints: Path, *wanted: str) -> subprocess.CompletedProcess[str]:
-    # Ranges of each wheel instead of the whole, from a registry that serves no metadata beside it.
-    options = (
-        "--use-feature=fast-deps",
-        "--dry-run",
-        "--ignore-installed",
-        "--progress-bar",
-        "off",
-    )
-    return run("pip", "install", *options, "-c", str(constraints), *wanted)
 
 
 def resolve_by_uv(
@@ -127,70 +112,36 @@ def resolve_by_uv(
     )
 
 
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The constraints as they once were: a Triton that the registry's torch does not take."""
-    path = tmp_path_factory.mktemp("wrong") / "constraints.txt"
-    text = (ROOT / "constraints.txt").read_text()
+@pytest.mark.long
+def test_a_triton_that_torch_does_not_take_is_refused(stranger: Run, tmp_path: Path) -> None:
+    """The constraints as they once were."""
+    path, text = tmp_path / "constraints.txt", (ROOT / "constraints.txt").read_text()
     path.write_text(re.sub(r"(?m)^triton==.*$", "triton==3.9.0", text))
     assert path.read_text() != text
-    return path
-
-
-@pytest.fixture(scope="module")
-def resolutions(stranger: Run, wrong: Path) -> Iterator[Resolutions]:
-    """All that the tests ask for. pip's and uv's wait for the registry side by side, and what one
-    of uv's has read is in the cache for the next."""
-    right, running = ROOT / "constraints.txt", "{}.{}".format(*sys.version_info)
-    pip, uv = partial(resolve_by_pip, stranger), partial(resolve_by_uv, stranger)
-    with ThreadPoolExecutor(1) as pips, ThreadPoolExecutor(1) as uvs:
-        yield {
-            "pip": pips.submit(pip, right, "-e", ".[dev]"),
-            "pip, wrong": pips.submit(pip, wrong, "torch"),
-            **{python: uvs.submit(uv, right, python) for python in PYTHONS},
-            "uv, wrong": uvs.submit(uv, wrong, running),
-            "oldest": uvs.submit(uv, Path(os.devnull), PYTHONS[0], "--resolution", "lowest-direct"),
-        }
-        for pool in (pips, uvs):
-            pool.shutdown(cancel_futures=True)
-
-
-@pytest.mark.long
-def test_pip_resolves_the_whole_project(resolutions: Resolutions) -> None:
-    done = resolutions["pip"].result()
-    assert done.returncode == 0, done.stderr[-2000:]
-    would = done.stdout.strip().splitlines()[-1]
-    assert (
-        would.startswith("Would install ") and " torch-2.13.0 " in would and " draftsmith-" in would
-    )
-
-
-@pytest.mark.long
-def test_pip_refuses_a_triton_that_torch_does_not_take(resolutions: Resolutions) -> None:
-    done = resolutions["pip, wrong"].result()
-    assert done.returncode != 0 and "triton==3.9.0" in done.stdout + done.stderr
+    done = resolve_by_uv(stranger, path, "{}.{}".format(*sys.version_info))
+    assert done.returncode != 0 and "triton==3.9.0" in done.stderr, done.stderr
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("python", PYTHONS)
-def test_every_python_resolves(resolutions: Resolutions, python: str) -> None:
-    done = resolutions[python].result()
+def test_every_python_resolves(stranger: Run, python: str) -> None:
+    done = resolve_by_uv(stranger, ROOT / "constraints.txt", python)
     assert done.returncode == 0, done.stderr[-2000:]
     assert {"torch==2.13.0", "triton==3.7.1"} <= set(done.stdout.splitlines())
 
 
 @pytest.mark.long
-def test_the_oldest_versions_resolve_to_themselves(resolutions: Resolutions) -> None:
+def test_the_oldest_versions_resolve_to_themselves(stranger: Run) -> None:
     """The lowest version that each bound of pyproject.toml allows is the one that
     constraints-oldest.txt names."""
-    done = resolutions["oldest"].result()
+    lowest = ("--resolution", "lowest-direct")
+    done = resolve_by_uv(stranger, Path(os.devnull), PYTHONS[0], *lowest)
     assert done.returncode == 0, done.stderr[-2000:]
     oldest = (ROOT / "constraints-oldest.txt").read_text()
     listed = {line.split(";")[0] for line in oldest.splitlines() if not line.startswith("#")}
     assert listed - set(done.stdout.splitlines()) == set()
 
 
-@pytest.mark.long
 def test_the_pythons_claimed_are_those_allowed() -> None:
     assert PYTHONS == ["3.10", "3.11", "3.12", "3.13"]
     assert 'requires-python = ">=3.10,<3.14"' in PROJECT

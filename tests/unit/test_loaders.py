@@ -13,78 +13,55 @@ CODE = ("kernels", "drafters", "train", "serve", "distill", "fleet", "src/drafts
 OF_FILES = ROOT / "drafters" / "layouts" / "gguf.py"
 # Gives transformers a class of ours for a name; chooses none by a folder.
 REGISTERS = ROOT / "drafters" / "layouts" / "folder.py"
-LOADERS = ("from_pretrained", "from_config")
 # They read numbers and options from JSON; what they read can hold no code.
 WITHOUT_CODE = (
     "GenerationConfig.from_pretrained",
     "PeftConfig.from_pretrained",
     "PeftModel.from_pretrained",
 )
+# What choose a class by a folder's files: transformers' Auto classes and pipelines, and torch's
+# hub.
+CHOOSE = ("Auto", "pipeline", "transformers.Auto", "transformers.pipeline", "torch.hub.load")
 
 
-def sources(*folders: str) -> list[Path]:
-    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return sorted(
-        {path for path in paths if not path.is_symlink() and "__pycache__" not in path.parts}
-    )
-
-
-def asks(source: str) -> list[str]:
-    """Calls that leave it to transformers, and so to a question on the terminal, whether a folder's
-    code is run."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    loading = [
-        call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in LOADERS
-    ]
-    names = [ast.unparse(call.func) for call in loading if trust_of(call) is None]
-    return [name for name in names if name not in WITHOUT_CODE]
-
-
-def trust_of(call: ast.Call) -> ast.expr | None:
-    given = (word.value for word in call.keywords if word.arg == "trust_remote_code")
+def trust_of(call: ast.Call) -> str | None:
     return next(
-        (value for value in given if not (isinstance(value, ast.Constant) and value.value is None)),
-        None,
+        (ast.unparse(word.value) for word in call.keywords if word.arg == "trust_remote_code"), None
     )
 
 
-def autos(source: str) -> list[str]:
-    """What choose a class by a folder's files: transformers' Auto classes and pipelines, and
-    torch's hub."""
-    names = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
-            names += [alias.name for alias in node.names]
+def read(path: Path) -> tuple[list[ast.Call], set[str]]:
+    """Calls that load or say whether code may run, and names of what chooses a class."""
+    text, calls, names = path.read_text(), [], set()
+    if not any(
+        one in text for one in ("from_pretrained", "from_config", "trust_remote_code", *CHOOSE)
+    ):
+        return [], set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            loads = getattr(node.func, "attr", "") in ("from_pretrained", "from_config")
+            calls += [node] if loads or trust_of(node) else []
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute):
-            names.append(ast.unparse(node))
-    known = ("Auto", "pipeline", "transformers.Auto", "transformers.pipeline", "torch.hub.load")
-    return [name for name in names if name.startswith(known)]
+            names.add(ast.unparse(node))
+    return calls, {name for name in names if name.startswith(CHOOSE)}
 
 
-def test_every_call_says_whether_code_of_a_folder_may_run() -> None:
-    paths = sources(*CODE, "scripts")
+def test_code_of_a_folder_runs_in_one_place_that_says_so() -> None:
+    paths = [path for folder in (*CODE, "scripts") for path in (ROOT / folder).rglob("*.py")]
     assert THE_PLACE in paths and len(paths) > 200
-    assert not {str(path): found for path in paths if (found := asks(path.read_text()))}
-
-
-def test_classes_are_chosen_by_a_folder_in_one_place() -> None:
-    assert set(autos(THE_PLACE.read_text())) >= {
-        "AutoConfig",
-        "AutoModelForCausalLM",
-        "AutoTokenizer",
-    }
-    used = {name for name in autos(REGISTERS.read_text()) if "." in name}
-    assert used == {"AutoConfig.register", "AutoModelForCausalLM.register"}
-    paths = [path for path in sources(*CODE) if path not in (THE_PLACE, OF_FILES, REGISTERS)]
-    assert not {str(path): found for path in paths if (found := autos(path.read_text()))}
-
-
-def test_what_scripts_load_never_runs_code_of_a_folder() -> None:
-    for path in sources("scripts"):
-        calls = [
-            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-        ]
-        given = [trust for call in calls if (trust := trust_of(call)) is not None]
-        assert all(isinstance(trust, ast.Constant) and trust.value is False for trust in given), (
-            path.name
-        )
+    for path in paths:
+        calls, choosing = read(path)
+        for call in calls:
+            name, trust = ast.unparse(call.func), trust_of(call)
+            # Left out or None, transformers asks on the terminal.
+            assert name in WITHOUT_CODE or trust not in (None, "None"), (path, name)
+            assert ROOT / "scripts" not in path.parents or trust in (None, "False"), (path, name)
+        if path == THE_PLACE:
+            assert choosing >= {"AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"}
+        elif path == REGISTERS:
+            used = {name for name in choosing if "." in name}
+            assert used == {"AutoConfig.register", "AutoModelForCausalLM.register"}
+        elif path != OF_FILES and ROOT / "scripts" not in path.parents:
+            assert not choosing, (path, choosing)
