@@ -1,5 +1,5 @@
-"""Agents of the OpenAI Agents SDK and of LangChain on a server whose model is random: a forced
-call, its output, an answer. Run in an environment of theirs; prints JSON.
+"""Agents of the OpenAI Agents SDK on a server whose model is random: a forced call, its output, an
+answer. Run in an environment of theirs; prints JSON.
 
     python agents_probe.py URL
 """
@@ -20,9 +20,6 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict
 
@@ -40,12 +37,6 @@ class Unit(BaseModel):
 
 @function_tool
 def weather(unit: Literal["C", "F"]) -> str:
-    """Of a day."""
-    return f"21 {unit}"
-
-
-@tool(args_schema=Unit)
-def measured(unit: str) -> str:
     """Of a day."""
     return f"21 {unit}"
 
@@ -77,40 +68,6 @@ async def agents() -> dict[str, Any]:
     return told
 
 
-def langchain(responses: bool) -> dict[str, Any]:
-    llm = ChatOpenAI(
-        model="tiny",
-        base_url=URL,
-        api_key="none",
-        temperature=0.8,
-        max_tokens=1500,
-        max_retries=0,
-        use_responses_api=responses,
-        extra_body=PLAIN,
-    )
-    # Strict: a random model would add properties of its own without end.
-    forced = llm.bind_tools(
-        [measured], tool_choice="measured", parallel_tool_calls=False, strict=True
-    )
-    messages: list[Any] = [HumanMessage(ASKED)]
-    called = forced.invoke(messages)
-    (call,) = called.tool_calls
-    streamed = None
-    for chunk in forced.stream(messages):
-        streamed = chunk if streamed is None else streamed + chunk
-    assert streamed is not None
-    messages += [called, ToolMessage(measured.invoke(call["args"]), tool_call_id=call["id"])]
-    answer = llm.bind_tools([measured]).invoke(messages)
-    parser = llm.with_structured_output(Unit, method="function_calling", strict=True)
-    parsed = parser.invoke(ASKED)
-    return {
-        "call": [call["name"], call["args"]["unit"]],
-        "streamed": [[one["name"], one["args"]["unit"]] for one in streamed.tool_calls],
-        "tokens": answer.usage_metadata["output_tokens"],
-        "parsed": parsed.unit,
-    }
-
-
 def tool_loop() -> list[str]:
     """As openai's own examples have it."""
     client = OpenAI(base_url=URL, api_key="none", max_retries=0)
@@ -139,7 +96,6 @@ print(
         {
             "loop": tool_loop(),
             "agents": asyncio.run(agents()),
-            "langchain": {name: langchain(name == "responses") for name in ("chat", "responses")},
         }
     )
 )
