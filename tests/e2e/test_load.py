@@ -1,16 +1,18 @@
-"""Ten minutes of 64 clients against a server process whose draft is replaced again and again: nothing
-leaks, nothing is lost.
+"""Five minutes of 64 clients against a server process whose draft is replaced again and again:
+nothing leaks, nothing is lost. What is answered meanwhile is compared in
+`tests/integration/test_served_text.py`.
 
 DRAFTSMITH_LOAD_MINUTES sets another length.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
-import subprocess
-import sys
+import random
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,10 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from tests.waiting import wait_until
 
-MINUTES = float(os.environ.get("DRAFTSMITH_LOAD_MINUTES", "10"))
+MINUTES = float(os.environ.get("DRAFTSMITH_LOAD_MINUTES", "5"))
 LEAST = 10 * MINUTES  # of everything that must have happened
 NUM_CLIENTS = 64
-CLIENTS = Path(__file__).with_name("load_clients.py")
+PROMPTS = ["def draft(self, tokens):\n    return " + tail for tail in ("", "[", "None")] + ["x"]
 # that take turns; each time round, the last one is published with a NaN, which a server must refuse
 DRAFTS = 4
 pytestmark = [pytest.mark.long, pytest.mark.timeout(60 * MINUTES + 600)]
@@ -120,61 +122,64 @@ def drafts(tiny_target: Callable[..., str]) -> tuple[Target, list[Eagle3]]:
     ]
 
 
-def run_clients(quiet_url: str, url: str, folder: Path) -> dict[str, Any]:
-    job = folder / "job.json"
-    job.write_text(
-        json.dumps(
-            {
-                "quiet_url": quiet_url, "url": url, "num_clients": NUM_CLIENTS,
-                "seconds": 60 * MINUTES,
-            }
-        )
-    )  # fmt: skip
-    finished = subprocess.run(
-        [sys.executable, str(CLIENTS), str(job)], capture_output=True, text=True
-    )
-    assert finished.returncode == 0, finished.stderr[-8000:]
-    return json.loads(finished.stdout)
+async def ask(http: httpx.AsyncClient, chance: random.Random) -> str:
+    """How one request ends: "complete" or "left"."""
+    body = {
+        "model": "tiny", "prompt": chance.choice(PROMPTS), "max_tokens": chance.randint(1, 48),
+        "temperature": chance.choice([0, 0.7, 1.0]), "n": chance.choice([1, 1, 2]), "stream": True,
+        "ignore_eos": True, "request_class": chance.choice(["", "chat"]),
+    }  # fmt: skip
+    leave_after = chance.randint(0, 12) if chance.random() < 0.3 else None
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        events, last = 0, ""
+        async for line in response.aiter_lines():
+            if events == leave_after:
+                return "left"
+            events, last = events + bool(line), line or last
+    assert last == "data: [DONE]"
+    return "complete"
+
+
+async def crowd(url: str) -> Counter[str]:
+    ends: Counter[str] = Counter()
+    until_s = time.monotonic() + 60 * MINUTES
+
+    async def client(seed: int) -> None:
+        chance = random.Random(seed)
+        while time.monotonic() < until_s:
+            ends[await ask(http, chance)] += 1
+
+    limits = httpx.Limits(max_connections=2 * NUM_CLIENTS)
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
+        await asyncio.gather(*map(client, range(NUM_CLIENTS)))
+    return ends
 
 
 def test_a_crowd_leaves_nothing_behind(
     start_server: Callable, drafts: tuple[Target, list[Eagle3]], tmp_path: Path
 ) -> None:
-    alone = start_server("--max-batch", "1")
     publisher = Publisher(tmp_path / "versions", *drafts, every_s=max(2.0, MINUTES))
     publisher.publish()
     # Few blocks, so that requests are put back again and again.
     small = ["--max-batch", "16", "--block-size", "8", "--num-blocks", "40", "--max-length", "128"]
-    server = start_server(
-        "--versions",
-        str(publisher.root),
-        "--poll-s",
-        "0.3",
-        "--k",
-        "auto",
-        *small,
-    )
+    followed = ["--versions", str(publisher.root), "--poll-s", "0.3", "--k", "auto"]
+    server = start_server(*followed, *small)
     with publisher, MemoryLog(server.process.pid) as memory:
-        seen = run_clients(alone.url, server.url, tmp_path)
+        ends = asyncio.run(crowd(server.url))
     kinds = ("running", "waiting")
     wait_until(lambda: not any(server.metric(f"vllm:num_requests_{kind}") for kind in kinds), 120)
     print(
-        seen,
+        ends,
         f"{publisher.num_published} versions, memory {memory.growth():+.2%} of "
         f"{memory.resident_bytes[-1] >> 20} MiB",
     )
-    check_answers(seen)
-    check_counters(server, seen, publisher)
+    assert min(ends["complete"], ends["left"]) > LEAST
+    check_counters(server, ends, publisher)
     assert memory.growth() < 0.03
 
 
-def check_answers(seen: dict[str, Any]) -> None:
-    assert min(seen["ends"][end] for end in ("complete", "left", "stopped", "greedy")) > LEAST, seen
-    # Rounding may decide a few of them; more would hide something else.
-    assert seen["ends"].get("near", 0) <= 0.01 * seen["ends"]["greedy"]
-
-
-def check_counters(server: Any, seen: dict[str, Any], publisher: Publisher) -> None:
+def check_counters(server: Any, ends: Counter[str], publisher: Publisher) -> None:
     # Blocks that the prefix cache keeps have no owner and count as free.
     assert server.metric("vllm:kv_cache_usage_perc") == 0
     for name in (
@@ -185,8 +190,8 @@ def check_counters(server: Any, seen: dict[str, Any], publisher: Publisher) -> N
         assert server.metric(f"{name}_total") > LEAST, name
     # Whoever left before the server had read the request was never admitted.
     ended = server.labelled("vllm:request_success_total", "finished_reason")
-    assert ended["error"] == 0 and sum(ended.values()) <= seen["num_choices"]
-    assert ended["stop"] + ended["length"] >= seen["ends"]["complete"] and ended["abort"] > 0
+    assert ended["error"] == 0 and sum(ended.values()) <= 2 * ends.total()
+    assert ended["length"] >= ends["complete"] and ended["abort"] > 0
     assert publisher.num_published > len(publisher.drafts)
     broken = publisher.num_published // len(publisher.drafts)
     assert server.metric("draftsmith_swaps_refused_total") >= broken - 1
