@@ -191,17 +191,12 @@ def test_no_version_ends_the_engine(models: Path, running: Engine, tmp_path: Pat
 
 def test_fifty_swaps_in_flight(models: Path, running: Engine) -> None:
     alone, _ = running.generate(256)
-    stop, pauses, holds, on_core, codes = threading.Event(), [], [], [], []
+    stop, codes = threading.Event(), list[int]()
 
     def swap() -> None:
         while not stop.is_set():
-            version = str(100 + len(codes))
-            found = running.swap(models / ("perfect", "draft")[len(codes) % 2], version)
-            codes.append(found.status_code)
-            pauses.append(found.json()["pause_ms"])
-            last = running.worker()["last_swap"]
-            holds.append(last["hold_ms"])
-            on_core.append(last["hold_cpu_ms"])
+            folder = models / ("perfect", "draft")[len(codes) % 2]
+            codes.append(running.swap(folder, str(100 + len(codes))).status_code)
 
     thread = threading.Thread(target=swap)
     thread.start()
@@ -211,12 +206,6 @@ def test_fifty_swaps_in_flight(models: Path, running: Engine) -> None:
     stop.set()
     thread.join()
     assert set(codes) == {200}
-    for name, values in (
-        ("apply", pauses), ("longest step of a swap", holds), ("the same on a core", on_core),
-    ):  # fmt: skip
-        ordered = sorted(values)
-        p50, p99 = ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))]
-        print(f"{name}, {len(values)} swaps: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
     assert running.swap(models / "perfect", "999").json()["ok"]
     assert running.generate()[1].tau == 4.0
 

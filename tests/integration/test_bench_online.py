@@ -1,5 +1,4 @@
-"""The benchmark of online learning at sizes that say nothing but that it works; and what its report
-makes of figures."""
+"""The benchmark of online learning at sizes that say nothing but that it works."""
 
 from __future__ import annotations
 

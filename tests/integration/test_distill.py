@@ -20,20 +20,15 @@ from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.state import StateFolder
 from draftsmith.drafters import versions
-from draftsmith.drafters.options import OPTIONS as DEFAULTS
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from tests.forked import Forked, cli
 from tests.integration.conftest import learner_of
 from tests.waiting import wait_until
 
-# Medusa learns too, but on this text, which depends on every drafted token, too little to be told
-# apart live.
-LONG = [
-    pytest.param(family, marks=pytest.mark.long)
-    for family in DEFAULTS
-    if family not in ("eagle3", "medusa")
-]
+# One of each other kind of unroll. Medusa learns too, but on this text, which depends on every
+# drafted token, too little to be told apart live.
+LONG = [pytest.param(family, marks=pytest.mark.long) for family in ("mtp", "draft-lm", "dspark")]
 
 
 @pytest.mark.parametrize("family", ["eagle3", *LONG])
@@ -60,14 +55,13 @@ def test_learning_from_traffic_raises_live_acceptance(
     assert made.status()["rolled_back"] == 0
 
 
-@pytest.mark.parametrize("requests", [16, pytest.param(120, marks=pytest.mark.long)])
 def test_a_draft_lm_learns_from_records_alone(
-    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, requests: int
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target is neither loaded nor run."""
     made = loop("draft-lm")
-    before = made.serve(requests)
-    learn = replace(made.config.learn, teacher="recorded", steps=4 if requests == 16 else 40)
+    made.serve(16)
+    learn = replace(made.config.learn, teacher="recorded", steps=4)
     with monkeypatch.context() as patched:
         patched.setattr(Target, "load", None)
         patched.setattr(Target, "states", None)
@@ -79,17 +73,10 @@ def test_a_draft_lm_learns_from_records_alone(
     assert min(positions) > 0
     (first, *_) = made.decisions()
     assert first["requests"] >= 3
-    if requests == 16:
-        # Totals since the first start.
-        assert daemon.run(replace(made.config, learn=learn, gate=gate)) == 0
-        status = made.status()
-        assert (status["positions_trained"], status["positions_masked"]) == positions
-        return
-    (accepted,) = made.decisions("accept")
-    newest = versions.latest(made.versions)
-    folder = versions.open_version(made.versions, newest)
-    after = made.serve(60, seed=1, version=newest, folder=folder)
-    assert after > before + 0.01 and abs(after - accepted["alpha_candidate"]) < 0.06
+    # Totals since the first start.
+    assert daemon.run(replace(made.config, learn=learn, gate=gate)) == 0
+    status = made.status()
+    assert (status["positions_trained"], status["positions_masked"]) == positions
 
 
 def test_no_more_updates_than_max_updates_are_made(loop: Callable[..., Any]) -> None:

@@ -408,16 +408,6 @@ def test_chats_keep_their_answers_with_distributions_and_are_trained_on(
     ]
     # Nobody sampled it, so no temperature is claimed.
     assert json.loads((tmp_path / "d" / "provenance.json").read_text())["temperature"] is None
-    with pytest.raises(UserError, match="was started with"):
-        generate.run(
-            config(
-                path,
-                tmp_path / "d",
-                prompts=str(tmp_path / "chats.jsonl"),
-                count=None,
-                top_logprobs=4,
-            )
-        )
 
 
 @pytest.fixture

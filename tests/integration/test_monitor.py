@@ -3,7 +3,6 @@ that is wrong on purpose do not."""
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import zlib
@@ -35,7 +34,6 @@ from draftsmith.serve.requests.request import RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.conftest import Records
 from tests.integration.conftest import learner_of
-from tests.misreport import misreporting
 from tests.stand_in_drafts import near
 
 FALSE_ALARM = 1e-6
@@ -115,17 +113,6 @@ def test_drafts_that_are_not_drawn_pass(target: Target) -> None:
     counts = found.everything.counts
     assert found.alarms == {} and counts["accepted"].count > 20 and counts["drafted"].count == 0
     assert counts["replaced"].count == counts["accepted"].count
-
-
-def test_a_draft_that_reports_another_q_is_found_from_its_depth_on(
-    target: Target, drafter: DraftLm
-) -> None:
-    liar = misreporting(copy.copy(drafter), 2, target.vocab_size)
-    found = monitor_of(served(target, liar, CONFIG, WARM, requests=32))
-    assert set(found.alarms) == {"all", "version 7"}
-    by_depth = found.everything.depths["drafted"]
-    assert abs(by_depth[0].z) < 4 and by_depth[1].z < -6
-    assert abs(found.everything.counts["accepted"].z) < 4, "accepted as the wrong q says"
 
 
 @pytest.fixture

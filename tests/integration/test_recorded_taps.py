@@ -22,7 +22,6 @@ from draftsmith.distill.command import run
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score
 from draftsmith.distill.gate.sequential import Ledger
-from draftsmith.distill.learn import teachers
 from draftsmith.distill.learn.learner import Learner, summary
 from draftsmith.distill.learn.teachers import LearningBatch
 from draftsmith.distill.state import LearnerCounters, StateFolder, TrackState
@@ -38,7 +37,6 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.train.objective import outline as target_outline
 from draftsmith.train.objective.outline import TargetOutline, load_outline
 from tests.integration.served import finish
 
@@ -150,23 +148,6 @@ def test_a_request_that_pauses_its_drafting_is_read_again_and_recorded_whole(
     check_whole(text, target, drafter.taps)
 
 
-def test_a_hole_is_counted_and_nothing_behind_it_is_recorded(
-    target: Target, records: list[RoundRecord]
-) -> None:
-    drafter = new_draft("eagle3", target)
-    engine = engine_of(target, drafter, records)
-    request = engine.submit(prompts(1)[0], SAMPLING)
-    engine.step()
-    known = request.recording.tap_log.end
-    states = torch.zeros(1, len(drafter.taps) * target.hidden_size)
-    for _ in range(2):
-        engine.recorder.keep_taps(request, known + 5, states)
-    finish(engine)
-    assert engine.recorder.num_untapped == 1
-    (text,) = texts_of(records)
-    assert len(known_taps(text.records, drafter.taps)) == known
-
-
 def test_a_draft_that_reads_no_states_has_none_to_record(target: Target) -> None:
     with pytest.raises(UserError, match="record_taps is 64 with a ngram drafter"):
         build_engine(target, Ngram(), EngineConfig(record_taps=64))
@@ -233,26 +214,6 @@ def serve_into(loop: Any, count: int, *, seed: int = 0, **options: object) -> No
     engine = engine_of(loop.target, loop.draft, writer, seed=seed, **options)
     engine.generate(prompts(count, seed=seed), SAMPLING, text=False)
     writer.close()
-
-
-@pytest.mark.long
-def test_a_learner_publishes_an_eagle3_draft_without_loading_its_target(
-    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing loads the model, and none of its modules is ever called."""
-    made = loop("eagle3")
-    serve_into(made, 48)
-    config = replace(made.config, learn=replace(made.config.learn, teacher="recorded"))
-    monkeypatch.setattr(teachers, "load_target", None)
-    monkeypatch.setattr(target_outline, "load_model", None)
-    for name in ("load", "states", "full", "head"):
-        monkeypatch.setattr(Target, name, None)
-    assert run(config) == 0
-    status = made.status()
-    assert status["texts"] + status["held_out"] == 48 and status["untapped"] == 0
-    assert status["positions_trained"] > 0 and np.isfinite(status["loss"])
-    decisions = [one["decision"] for one in made.decisions()]
-    assert decisions and "refuse" not in decisions
 
 
 def test_a_learner_goes_on_after_a_restart_with_the_states_it_holds(

@@ -124,35 +124,3 @@ def test_where_only_gigabytes_are_left_one_line_says_so(machine: Machine, stand_
         machine.stand_in(name, body)
     source, said, calls = machine.choose()
     assert source == "pip" and is_warning(said) and calls == BY_PIP
-
-
-def test_a_network_that_swallows_packets_costs_no_more_than_its_limit(machine: Machine) -> None:
-    machine.stand_in("uv", "exit 0")
-    machine.stand_in(
-        "timeout", 'echo "limit $1 retries $UV_HTTP_RETRIES" >>"$BIN/limits"; exit 124'
-    )
-    source, said, _ = machine.choose()
-    assert source == "pip" and is_warning(said)
-    assert (machine.bin / "limits").read_text() == "limit 20 retries 0\n"
-
-
-@pytest.mark.parametrize(
-    ("installed", "fetched"), [("2.13.0", False), ("2.12.0", True), ("none", True)]
-)
-def test_the_line_comes_before_torch_is_installed_and_only_then(
-    machine: Machine, installed: str, fetched: bool
-) -> None:
-    machine.environment["INSTALLED_TORCH"] = installed
-    (machine.work / ".venv" / "bin" / "python").symlink_to(machine.bin / "python")
-    (machine.work / ".venv" / "bin" / "activate").touch()
-    done = machine.run("make_environment 2>&1")
-    assert done.returncode == 0, done.stdout
-    assert ("2.7 GB" in done.stdout) is fetched
-    if fetched:
-        assert done.stdout.index("2.7 GB") < done.stdout.index("installing torch")
-    calls = machine.log.read_text()
-    assert (BY_PIP[0] in calls) is fetched
-    assert "pip install --progress-bar off -c constraints.txt -e .[dev]" in calls
-    machine.log.write_text("")
-    assert machine.run("make_environment").returncode == 0
-    assert "pip" not in machine.log.read_text()

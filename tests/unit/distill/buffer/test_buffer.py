@@ -87,17 +87,6 @@ def test_a_shard_of_an_object_store_is_closed_by_size_or_much_later(tmp_path: Pa
     fsspec.filesystem("memory").rm("/paced-test", recursive=True)
 
 
-def test_many_writers_one_reader_and_other_file_systems() -> None:
-    url = "memory://traffic-test"
-    writers = [BufferWriter(url, flush_s=0.05) for _ in range(3)]
-    for number in range(9):
-        writers[number % 3].put(record(number=number))
-    for writer in writers:
-        writer.close()
-    assert sorted(one.round for one in BufferReader(url).read().records) == list(range(9))
-    fsspec.filesystem("memory").rm("/traffic-test", recursive=True)
-
-
 def test_an_object_store_that_is_not_reached_is_waited_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,8 +4,6 @@ what is left where the writer is slow, is killed, or cannot write."""
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -236,30 +234,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(child_module, "LOOK_S", 0.05)
     monkeypatch.setattr(process_module, "CLOSE_S", 240.0)
     yield
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("quick")
-def test_a_killed_process_is_started_again_reads_on_and_flushes_at_the_end(tmp_path: Path) -> None:
-    sink = ProcessWriter(WriterJob(str(tmp_path / "buffer")))
-    wait_until(lambda: sink.ring.statuses > 0)
-    first = sink.child.pid
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert first is not None
-    assert os.getpriority(os.PRIO_PROCESS, first) == min(19, own + child_module.NICE)
-    os.kill(first, signal.SIGTERM)  # as whatever stops a group of processes sends it
-    put(sink, [round_of(2)])
-    wait_until(lambda: sink.counts.written == 2)
-    assert sink.child.pid == first
-    os.kill(first, signal.SIGSTOP)
-    put(sink, [round_of(2, number=1)])
-    assert sink.ring.used > 0
-    os.kill(first, signal.SIGKILL)
-    wait_until(lambda: sink.child.generation == 2)
-    put(sink, [round_of(2, number=2)])
-    sink.close()
-    assert not sink.child.alive and sink.counts == SinkCounts(written=6)
-    assert [one.round for one in read(tmp_path / "buffer")] == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.usefixtures("quick")

@@ -18,9 +18,6 @@ from draftsmith.distill.buffer.record_table import (
     from_table,
     to_bytes,
     to_table,
-    tokens_only,
-    without_distributions,
-    without_q,
 )
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import (
@@ -191,12 +188,6 @@ def test_states_come_back_to_the_bit_and_are_left_unread_where_nobody_needs_them
         np.testing.assert_array_equal(found.values, states().values)
         assert back[index].tap_bytes == 48
     assert not any(one.taps for one in from_table(record_table.read(data, with_taps=False)))
-
-
-def test_copies_without_distributions_hold_no_states() -> None:
-    told = record(taps=states(), p=[even(2)] * 3)
-    assert tokens_only(told).taps is None and without_distributions(told).taps is None
-    assert without_q(told).taps is told.taps
 
 
 def test_a_position_takes_half_a_kilobyte() -> None:

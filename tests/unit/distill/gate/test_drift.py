@@ -3,8 +3,6 @@ requests, classes kept apart."""
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -144,19 +142,6 @@ def test_another_version_sets_its_own_level() -> None:
     assert feed(drift, [0, 0], 200, version="2") == [], "what another version did is not this one's"
     drift.new_version()
     assert feed(drift, [0, 0], 200) == [] and drift.to_dict()[""]["level"] == 0.0
-
-
-def test_what_is_known_survives_a_restart() -> None:
-    before = Drift(DriftConfig(patience=8))
-    feed(before, [3, 4], BASELINE + 20, name="code")
-    feed(before, [2, 4], BASELINE // 2, name="chat")
-    before.count_decision(promoted=False)
-    after = Drift(DriftConfig(patience=8))
-    after.restore(json.loads(json.dumps(before.kept())))
-    for name, rounds in (("chat", [2, 4]), ("code", [0, 1])):
-        alarms = [feed(one, rounds, 60, begin_s=900, name=name) for one in (before, after)]
-        assert alarms[0] == alarms[1] and (name == "chat" or alarms[0])
-    assert json.dumps(after.kept()) == json.dumps(before.kept())
 
 
 def test_memory_and_clock_are_bounded() -> None:

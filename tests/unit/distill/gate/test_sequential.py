@@ -255,18 +255,3 @@ def test_candidates_that_were_worse_before_the_traffic_changed_are_promoted_when
     # The control, whose losses are never forgiven.
     monkeypatch.setattr(sequential, "share_of", lambda look: 1.0 if look == 1 else 1e-300)
     assert rate([told_at(Evidence(), one) for one in worlds]) < 0.2
-
-
-def test_ledger_comes_back_from_json_and_goes_on_alike() -> None:
-    windows = lineage(np.random.default_rng(7), 0.3, 4)
-    one = Ledger()
-    for window in windows[:2]:
-        one.gate.look(window, ERROR)
-        one.served.look(window)
-        one.against(1).look(window)
-    other = restored(Ledger, json.loads(json.dumps(asdict(one))))
-    assert other == one
-    for window in windows[2:]:
-        assert one.gate.look(window, ERROR) == other.gate.look(window, ERROR)
-        assert one.against(1).look(window) == other.against(1).look(window)
-    assert sequential.BETS[0] < sequential.BETS[-1]

@@ -98,24 +98,6 @@ def test_positions_without_weight_change_nothing(
     assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
 
 
-def test_the_same_seed_gives_the_same_weights(
-    target: Target, bigram: Callable, served: list[ServedText]
-) -> None:
-    weights = []
-    for seed in (0, 0, 1):
-        drafter = bigram(288)
-        learner = Learner(
-            drafter,
-            target,
-            LearnConfig(lr=1e-2, unroll=LearnUnroll(steps=1), replay=0.5, batch=4),
-            seed=seed,
-        )
-        learner.update(served[:6])
-        learner.update(served[6:])
-        weights.append(drafter.head.detach().clone())
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-
-
 def test_nan_gradients_are_skipped_and_end_the_update(
     target: Target, bigram: Callable, served: list[ServedText]
 ) -> None:

@@ -11,7 +11,7 @@ from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import Scorer
 from draftsmith.distill.learn.learner import Learner
-from draftsmith.distill.learn.text_states import TextStates, read_text
+from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.batches import mask_of, padded
 from draftsmith.train.objective.teacher import LiveSource
@@ -111,19 +111,3 @@ def test_no_more_than_the_limit_is_held(target: Target) -> None:
         read_all()
     assert 3 * each <= states.num_bytes <= 3.5 * each
     assert 3 * each <= memory.live < 4 * each
-
-
-def test_a_text_that_is_kept_holds_no_memory_of_others(target: Target) -> None:
-    class Together(Target):
-        def __init__(self) -> None:
-            """Any target, with the states of more tokens in one piece of memory."""
-
-        device = target.device
-        model = target.model
-
-        def states(self, *of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return tuple(one.repeat(1, 2, 1)[:, : len(of[0][0])] for one in target.states(*of))
-
-    found = read_text(Together(), torch.arange(3, 23), TAPS)
-    for part in found:
-        assert part.untyped_storage().nbytes() == part.nbytes > 0

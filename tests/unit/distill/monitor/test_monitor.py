@@ -3,7 +3,6 @@ engine can do wrong."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,6 @@ from draftsmith.distill.monitor.events import (
 )
 from draftsmith.distill.monitor.monitor import MOST_STREAMS, Monitor
 from draftsmith.distill.monitor.positions import Positions, positions_of
-from draftsmith.files import plain
 from draftsmith.record import Distribution, RoundRecord
 from tests.round_records import round_record
 
@@ -311,18 +309,6 @@ def test_a_token_that_filters_cut_is_a_violation() -> None:
     outside = Monitor(1e-9)
     assert not outside.look(stored([replace(wrong, top_k=70)]))
     assert outside.left_out["positions whose filters cut outside the logged tokens"] == 1
-
-
-def test_a_saved_monitor_goes_on_where_it_was() -> None:
-    generator = np.random.default_rng(7)
-    halves = [stored([round_of(*pair, generator, engine="e") for pair in pairs()]) for _ in "ab"]
-    whole, first = Monitor(1e-6), Monitor(1e-6)
-    for half in halves:
-        whole.look(half)
-    first.look(halves[0])
-    second = Monitor.from_dict(json.loads(json.dumps(plain(first.to_dict()))), 1e-6)
-    second.look(halves[1])
-    assert second == whole and list(whole.named()) == ["all", "version 1 on e"]
 
 
 def test_versions_without_end_keep_few_streams_each_with_a_smaller_share() -> None:
