@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -155,15 +154,6 @@ def test_a_restart_at_another_version_judges_the_candidate_on_new_traffic_alone(
     versions.rollback(made.versions, 1, "traffic was other")
     after = learner_of(watched_only(made)).track
     assert after.live.version == 1 and after.window == []
-
-
-def test_what_is_forgotten_is_forgotten_by_the_version_that_was_left(
-    loop: Callable[..., Any],
-) -> None:
-    learner, left = learner_of(loop().config), Mock()
-    learner.track.live.watch.displace(2, left)
-    learner.forget(frozenset({"answer"}))
-    left.forget.assert_called_once_with(frozenset({"answer"}))
 
 
 def test_the_draft_is_rehearsed(loop: Callable[..., Any]) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import io
 import logging
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -220,18 +219,6 @@ def test_failing_file_system_is_waited_out_and_a_hopeless_shard_skipped(
         one.round for _ in range(buffer_module.MAX_FAILURES) for one in stubborn.read().records
     ]
     assert found == [0, 2] and stubborn.damaged == 1
-
-
-def test_leftovers_of_killed_writers_are_swept_when_old(tmp_path: Path) -> None:
-    writer = BufferWriter(str(tmp_path), flush_s=5.0)
-    writer.put(record())
-    writer.close()
-    old, young = tmp_path / ".1.parquet.aaaa.tmp", tmp_path / ".2.parquet.bbbb.tmp"
-    for leftover in (old, young):
-        leftover.write_bytes(b"half")
-    os.utime(old, (0, 0))
-    assert retain(ShardFolder(str(tmp_path)), {}, max_bytes=1 << 30, max_age_s=3600).deleted == []
-    assert not old.exists() and young.exists() and len(ShardFolder(str(tmp_path)).shards()) == 1
 
 
 def test_limit_reads_whole_shards_and_says_that_more_is_left(tmp_path: Path) -> None:
