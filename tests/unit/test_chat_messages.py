@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from draftsmith.chats import conversation_of, plain_message, plain_tool
+from draftsmith.chats import conversation_of, plain_message, plain_tool, rendered
 from draftsmith.errors import UserError
 from draftsmith.serve.http.bodies import FunctionTool, MessageBody
+from tests.chat_templates import tokenizer_of
 
 CALL = {
     "id": "a",
@@ -57,6 +58,13 @@ def test_a_bare_function_is_a_tool_as_a_request_has_it() -> None:
 def test_parameters_of_a_tool_have_several_names(given: dict[str, Any]) -> None:
     tool = plain_tool({"name": "f", **given})
     assert tool["function"] == {"name": "f", "parameters": {"type": "object"}}
+
+
+def test_a_developer_is_the_system_of_a_template_without_one() -> None:
+    chat = [{"role": "developer", "content": "a"}]
+    shown = "{% for one in messages %}{{ one.role }}:{{ one.content }}{% endfor %}"
+    assert rendered(chat, tokenizer_of(shown)) == "system:a"
+    assert rendered(chat, tokenizer_of(shown + "{# developer #}")) == "developer:a"
 
 
 def test_arguments_of_a_call_have_two_names() -> None:
