@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.shared_ring import ALIGN, STATUS, STATUS_TURN, Ring
+from draftsmith.shared_ring import ALIGN, STATUS_TURN, Ring
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,26 +47,6 @@ def test_what_is_written_is_read_once_in_order_and_a_full_ring_takes_nothing(
         end.release()
     assert end.next() is None and ring.used == 0
     os.close(end.descriptor)
-
-
-def test_an_uncommitted_message_is_not_seen_and_a_discarded_one_not_read() -> None:
-    ring = Ring.create(1024)
-    assert ring.place(10) is not None and ring.next() is None
-    ring.commit()
-    assert ring.next() is not None
-    ring.discard()
-    assert ring.next() is None
-
-
-def test_a_status_flows_back_whole_or_not_at_all() -> None:
-    ring = Ring.create(1024)
-    assert ring.status() is None
-    ring.leave_status(b"one")
-    assert ring.status() == b"one"
-    ring.leave_status(b"x" * (STATUS + 1))
-    assert ring.status() == b"one"
-    ring.leave_status(b"")
-    assert ring.status() == b""
 
 
 def test_a_status_is_read_after_a_reader_that_was_killed_while_it_left_one() -> None:
