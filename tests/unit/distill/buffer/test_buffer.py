@@ -4,6 +4,7 @@ only what they hit."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import math
@@ -177,8 +178,12 @@ def test_damaged_shard_is_skipped_with_one_line(
 
 def test_a_flipped_bit_of_a_page_costs_its_shard() -> None:
     """Or is where nothing is told. The headers of pages have no checksum of their own."""
-    data, stored = record_table.to_bytes([record()]), record_table.to_table([record()])
+    data = record_table.to_bytes([record()])
     pages = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+
+    def told(one: RoundRecord) -> list[object]:
+        logged = [(each.ids, each.logprobs, each.tail) for each in (*one.p, *one.q)]
+        return [dataclasses.replace(one, p=[], q=[]), *logged]
 
     def num_changed(read: Callable[[bytes], list[RoundRecord]]) -> int:
         changed = 0
@@ -186,7 +191,7 @@ def test_a_flipped_bit_of_a_page_costs_its_shard() -> None:
             flipped = bytearray(data)
             flipped[at] ^= 1
             with contextlib.suppress(ValueError, OSError):
-                changed += not record_table.to_table(read(bytes(flipped))).equals(stored)
+                changed += told(read(bytes(flipped))[0]) != told(parse(data)[0])
         return changed
 
     unverified = num_changed(lambda held: record_table.from_table(pq.read_table(io.BytesIO(held))))
