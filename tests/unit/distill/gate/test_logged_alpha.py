@@ -77,11 +77,6 @@ def test_distributions_that_are_not_cut_are_told_within_their_bounds(
     assert is_between.all()
 
 
-def test_a_cut_behind_what_is_logged_moves_the_middle_little() -> None:
-    whole, logged = both(2.0, 1.0, 100, 1.0, 0.0)
-    assert abs(float(logged.mean()) - float(whole.mean())) < 0.02
-
-
 def test_what_is_logged_belongs_to_its_depth() -> None:
     first, second = (record(torch.arange(VOCAB) * step, 1.0, 0, 1.0, 0.0) for step in (1.0, -1.0))
     both = dataclasses.replace(first, p=[*first.p, *second.p], drafted=[1, 1])

@@ -205,45 +205,6 @@ def turned(
     ]
 
 
-def told_at(evidence: Evidence | TurningEvidence, windows: list[dict[str, float]]) -> int | None:
-    """The look; with a mean that says the same, as the watch asks."""
-    for look, one in enumerate(windows, 1):
-        value = evidence.look(one, ERROR) if isinstance(evidence, Evidence) else evidence.look(one)
-        if value >= 1 / ERROR and sum(one.values()) > 0:
-            return look
-    return None
-
-
-def test_a_draft_that_was_worse_and_is_equal_is_seldom_told_to_be_better(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    generator = np.random.default_rng(8)
-    worlds = [turned(generator, before, 0.0, turn=10, looks=32) for before in (0.0, -1.0) * 200]
-    assert rate([told_at(TurningEvidence(), one) for one in worlds]) <= MOST_FALSE
-    # The control: a whole stake anew at every look.
-    monkeypatch.setattr(sequential, "share_of", lambda look: 1.0)
-    assert rate([told_at(TurningEvidence(), one) for one in worlds[:100]]) > 2 * MOST_FALSE
-
-
-@pytest.mark.parametrize(("after", "least"), [(1.5, 0.95), (1.0, 0.65)])
-def test_a_draft_that_becomes_better_is_told_within_a_window_however_long_it_was_worse(
-    monkeypatch: pytest.MonkeyPatch, after: float, least: float
-) -> None:
-    generator = np.random.default_rng(9)
-    worlds = [
-        turned(generator, -1.0, after, turn=60, looks=60 + WINDOW // PER_LOOK) for _ in range(60)
-    ]
-    found = [told_at(TurningEvidence(), one) for one in worlds]
-    assert rate(found) > least and all(look is None or look > 60 for look in found)
-    # The control, evidence that does not write off what was lost, takes longer.
-    monkeypatch.setattr(sequential, "share_of", lambda look: 1.0 if look == 1 else 1e-300)
-    late = [told_at(TurningEvidence(), one) for one in worlds]
-    assert (
-        rate(late) < rate(found)
-        and np.mean([look or 99 for look in late]) > np.mean([look or 99 for look in found]) + 2
-    )
-
-
 def test_candidates_that_were_worse_before_the_traffic_changed_are_promoted_when_they_are_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -251,7 +212,7 @@ def test_candidates_that_were_worse_before_the_traffic_changed_are_promoted_when
     worlds = [
         turned(generator, -0.4, 1.0, turn=30, looks=30 + WINDOW // PER_LOOK) for _ in range(60)
     ]
-    assert rate([told_at(Evidence(), one) for one in worlds]) > 0.8
+    assert rate([promoted_at(one) for one in worlds]) > 0.8
     # The control, whose losses are never forgiven.
     monkeypatch.setattr(sequential, "share_of", lambda look: 1.0 if look == 1 else 1e-300)
-    assert rate([told_at(Evidence(), one) for one in worlds]) < 0.2
+    assert rate([promoted_at(one) for one in worlds]) < 0.2
