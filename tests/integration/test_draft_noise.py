@@ -1,5 +1,4 @@
-"""Every drafted token has noise of its own: of its depth, and of its round. Each control gives two
-of them the same.
+"""Every drafted token has noise of its own: of its depth, and of its round.
 
 Drafts are drawn at temperature 100, where every family's distributions are all but uniform over the
 vocabulary: two tokens that are drawn independently are hardly ever equal, two drawn with the same
@@ -16,15 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.autoregressive import draft_sampler
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.trees import candidates as tree_distributions
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
-from draftsmith.serve.engine.round import RowSampling
 from draftsmith.serve.sampling.params import SamplingParams
 
 K = 4
@@ -102,35 +98,3 @@ def test_no_two_drafted_tokens_share_noise(family: str, way: str, target: Target
     seen = repeats(target, family, way)
     assert seen.same_depths < 0.1 * seen.num_depths
     assert seen.same_rounds < 0.1 * seen.num_rounds
-
-
-@pytest.mark.parametrize(("family", "way"), [("medusa", "chain"), ("eagle3", "tree")])
-def test_one_noise_for_all_depths_is_seen(
-    family: str, way: str, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module, name, place in (
-        (draft_sampler, "draw", 3),
-        (tree_distributions, "draw_several", 2),
-    ):
-        monkeypatch.setattr(module, name, at_one_position(getattr(module, name), place))
-    seen = repeats(target, family, way)
-    assert seen.same_depths > 0.5 * seen.num_depths
-
-
-def at_one_position(draw: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """`draw`, whose argument `place` are the positions."""
-
-    def drawn(*arguments: Any) -> Any:
-        at = torch.zeros_like(arguments[place])
-        return draw(*arguments[:place], at, *arguments[place + 1 :])
-
-    return drawn
-
-
-@pytest.mark.parametrize(("family", "way"), [("medusa", "chain"), ("eagle3", "tree")])
-def test_one_noise_for_all_rounds_is_seen(
-    family: str, way: str, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RowSampling, "draft_seeds", property(lambda self: self.seeds))
-    seen = repeats(target, family, way)
-    assert seen.same_rounds > 0.5 * seen.num_rounds

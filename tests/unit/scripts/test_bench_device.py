@@ -52,21 +52,6 @@ def test_every_item_is_rehearsed_without_a_device(tmp_path: Path) -> None:
     assert given["tokens_s"] * given["ms"] > nothing["tokens_s"] * nothing["ms"]
 
 
-def test_chosen_items_alone_run_and_one_without_its_files_says_what_to_give(tmp_path: Path) -> None:
-    done = started("--out", tmp_path, "--tiny", "--items", "train", "published")
-    assert done.returncode == 1
-    found = figures(tmp_path)
-    assert list(found) == ["machine", "train", "published"]
-    assert found["train"]["failed"] == "ValueError: left out: give --model and --answers"
-    assert "failed" not in found["published"] and found["published"]["T=0, 1 streams"]["ms"] > 0
-
-
-def test_no_item_begins_without_time(tmp_path: Path) -> None:
-    done = started("--out", tmp_path, "--tiny", "--limit-s", "0", "--items", "plain")
-    assert done.returncode == 1
-    assert figures(tmp_path)["plain"] == {"failed": "no time left"}
-
-
 @pytest.mark.long
 def test_an_item_that_takes_too_long_keeps_its_figures_and_stops_no_other(tmp_path: Path) -> None:
     report, begun_s = Report(tmp_path), time.monotonic()

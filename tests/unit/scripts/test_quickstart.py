@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.export import gguf, openvino
 from draftsmith.train.export.portable import check_represented
-from scripts.demo import commands, report, ship_draft
+from scripts.demo import report, ship_draft
 from scripts.demo.machine import sizes_of
 from scripts.demo.shipped import SHIPPED_DRAFT, SHIPPED_TARGET
 from scripts.demo.stages import stages
@@ -60,23 +59,6 @@ def test_the_shipped_draft_was_made_by_the_commands_of_train() -> None:
     assert record["data"]["complete"] and record["data"]["temperature"] == [0.0, 1.0]
 
 
-def test_commands_run_together_and_a_failure_of_any_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(commands, "COMMAND", ["sh", "-c"])
-    monkeypatch.setattr(commands, "RUN", tmp_path)
-    # Each waits for a file that the other makes.
-    meet = "cd {0}; touch {1}; while [ ! -e {2} ]; do sleep 0.01; done; echo $OMP_NUM_THREADS"
-    commands.together("meet", [meet.format(tmp_path, "a", "b")], [meet.format(tmp_path, "b", "a")])
-    assert (tmp_path / "meet-1.log").read_text() == "1\n"
-    for failing in (0, 1):
-        words = [["exit 0"], ["exit 0"]]
-        words[failing] = ["echo because; exit 3"]
-        with pytest.raises(subprocess.CalledProcessError) as raised:
-            commands.together("fail", *words)
-        assert raised.value.returncode == 3 and "because" in capfd.readouterr().out.splitlines()
-
-
 def served(index: int, accepted: int) -> dict[str, Any]:
     return {
         "index": index, "tokens": 4 + accepted, "rounds": 4,
@@ -85,14 +67,6 @@ def served(index: int, accepted: int) -> dict[str, Any]:
 
 
 SERVED = {"code": 2, "served": [served(n, 2 if n < 2 else n // 3) for n in range(11)], "dropped": 0}
-
-
-def test_the_thirds_of_the_prose_are_told_apart() -> None:
-    found = report.segments(SERVED)
-    assert [(one["requests"], one["alpha"]) for one in found.values()] == [
-        (2, 0.5), (3, pytest.approx(2 / 12)), (3, pytest.approx((2 + 3 + 3) / 12)),
-    ]  # fmt: skip
-    assert found["code"]["tau"] == 12 / 8
 
 
 def evaluation(temperature: float, *alpha: float) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from draftsmith.serve.audit.command import audit_server, what_to_ask
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import BONUS, CONTEXT_TOKENS, reported_depths
-from draftsmith.serve.audit.tokens import AuditTokens, Planting, detectable
 
 VOCAB = 40
 # Small, so wide as to what may stay unseen.
@@ -392,22 +391,6 @@ def test_a_server_with_a_switch_is_compared_with_itself() -> None:
     )
 
 
-@pytest.mark.long
-def test_another_server_can_be_the_witness() -> None:
-    """Here the audited server's own logprobs would clear it: the model it serves is another one."""
-    swapped = ChainServer(table=ChainServer().table.roll(1, dims=1))
-    assert audit(swapped, GREEDY).verdict == "lossless"
-    config = replace(GREEDY, compare_url="http://plain")
-    report = audit_server(
-        config, httpx.MockTransport(swapped.handle), httpx.MockTransport(ChainServer().handle)
-    )
-    assert report.verdict == "lossy" and "tokens without drafts" in broken(report)
-    same = audit_server(
-        config, httpx.MockTransport(ChainServer().handle), httpx.MockTransport(ChainServer().handle)
-    )
-    assert same.verdict == "lossless", same.lines()
-
-
 TWO_SAMPLES = replace(CONFIG, temperature=0.4, top_k=30, contexts=1, samples=3000, length=2)
 
 
@@ -528,30 +511,6 @@ def test_depths_are_those_at_which_tokens_were_decided() -> None:
     )
     with pytest.raises(UserError, match="lacks its rounds"):
         reported_depths({"per_step_begin": [1]}, 3)
-
-
-def tokens(count: int) -> AuditTokens:
-    generator = torch.Generator().manual_seed(0)
-    probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).expand(count, -1)
-    drawn = torch.multinomial(probs, 1, generator=generator)[:, 0]
-    ranks = torch.arange(4).expand(count, -1)
-    return AuditTokens(probs, drawn, (ranks,), torch.ones(count, dtype=torch.int64))
-
-
-def test_a_planted_bias_has_the_stated_size_and_is_seen_the_sooner_the_more_samples_there_are() -> (
-    None
-):
-    many = tokens(20_000)
-    planting = Planting(many, 0, 1.0)
-    before, after = (
-        torch.bincount(drawn, minlength=4) / len(many)
-        for drawn in (many.drawn, planting.drawn(0.8))
-    )
-    assert float((before - after).abs().sum() / 2) == pytest.approx(planting.bias(0.8), abs=0.01)
-    assert planting.bias(0.8) == pytest.approx(0.8 * 0.4 * 0.6)
-    sizes = [detectable(tokens(count), math.log(1e9), 0) for count in (5, 400, 2000, 20_000)]
-    assert sizes[0] == 1 and sizes[1] > sizes[2] > sizes[3] > 0.005
-    assert detectable(many, math.log(1e9), 0, share=0.1) > sizes[3], "of a tenth of the tokens"
 
 
 def test_a_suite_is_audited_behind_its_chats(tmp_path: Any) -> None:

@@ -111,20 +111,6 @@ def test_published_prompts_are_taken_from_their_folder(
         read_prompts("published:train", count=1, chars=1, seed=0)
 
 
-@pytest.mark.parametrize("name, text, words", [
-    ("a.jsonl", '{"text": "x"}', "neither"),
-    ("a.txt", "\n\n", "no question"),
-    ("missing.txt", None, "do not exist"),
-])  # fmt: skip
-def test_prompt_files_that_cannot_be_used_are_refused(
-    name: str, text: str | None, words: str, tmp_path: Path
-) -> None:
-    if text is not None:
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=words):
-        read_prompts(str(tmp_path / name), count=1, chars=10, seed=0)
-
-
 def test_block_efficiency_and_the_memory_bound_speed_up() -> None:
     """Two rounds of 2 drafts keep 3 of 4: 2.5 tokens a round. A chain reads two tenths of the
     target twice, a block once."""
@@ -247,20 +233,6 @@ def test_trees_are_modes_on_servers_of_their_own(monkeypatch: pytest.MonkeyPatch
     assert asked == [*expected, *expected, *reversed(expected)]
     assert server_arguments(config, "dynamic")[-2:] == ["--tree", "dynamic"]
     assert "--tree" not in server_arguments(config)
-
-
-def test_every_drafting_mode_has_its_ratio() -> None:
-    found = [
-        figures(case(mode, walls_s))
-        for mode, walls_s in (("off", [2.0]), ("on", [1.0]), ("sampled:3x2x1x1", [4.0]))
-    ]
-    assert [(one["mode"], one["speedup"]) for one in ratios(found)] == [
-        ("on", 2.0),
-        ("sampled:3x2x1x1", 0.5),
-    ]
-    lines = table(found).splitlines()
-    assert "speculation sampled:3x2x1x1 / off = 0.50" in lines[-1]
-    assert len({line.index("tok/s") for line in lines[:1]}) == 1 and "sampled:3x2x1x1" in lines[3]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from draftsmith.serve.bench.report import (
     BenchCase,
     by_task,
     figures,
-    markdown,
     speedups,
 )
 
@@ -284,41 +283,6 @@ def test_figures_of_a_task() -> None:
     for own in gained["tasks"].values():
         # Prompts are drawn for both together, so that their own lengths do not widen it.
         assert own["speedup"] == pytest.approx(2.0) and own["speedup_95"] == pytest.approx([2, 2])
-
-
-def test_the_table_of_a_card() -> None:
-    off, on = cases()
-    lines = markdown([off, on], ["one line"]).split("\n")
-    assert lines[0].startswith("| T   | users | task      | prompts |") and set(lines[1]) == set(
-        "|- "
-    )
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:5]]
-    assert [row[2] for row in cells] == ["a", "b", "all tasks"]
-    assert cells[0][4:9] == [
-        "6.7 [5.0, 10.0]",
-        "13.3 [10.0, 20.0]",
-        *("2.00", "2.00", "2.00"),
-    ]
-    assert cells[1][8:] == ["-", "-"] and "* one line" in lines
-    # A server of another make beside ours: a row each, without a ratio.
-    other = {**on, "mode": "plain"}
-    rows = [line.split("|")[3:8] for line in markdown([off, other], []).split("\n")[2:8]]
-    assert [row[0].strip() for row in rows] == [
-        *("a (off)", "b (off)", "all tasks (off)"),
-        *("a (plain)", "b (plain)", "all tasks (plain)"),
-    ]
-    assert rows[0][2].strip() == "6.7 [5.0, 10.0]" and rows[3][2].strip() == "-"
-    # Without the other mode there is no ratio, and each has its column.
-    assert [cell.strip() for cell in markdown([on], []).split("\n")[2].split("|")[5:8]] == [
-        "-",
-        "13.3 [10.0, 20.0]",
-        "-",
-    ]
-    assert [cell.strip() for cell in markdown([off], []).split("\n")[2].split("|")[5:8]] == [
-        "6.7 [5.0, 10.0]",
-        "-",
-        "-",
-    ]
 
 
 def test_intervals_draw_prompts_and_not_passes() -> None:

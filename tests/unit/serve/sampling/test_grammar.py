@@ -150,20 +150,6 @@ def test_a_grammar_that_fails_behind_drafts_that_fall_changes_nothing(
     ), "a text that holds it ends"
 
 
-def test_a_model_without_an_end_token_ends_where_nothing_may_follow(
-    tokenizer: PreTrainedTokenizerBase, target: Target
-) -> None:
-    compiler = GrammarCompiler(tokenizer, target.vocab_size, ())
-    a, b, c, d = (tokenizer.convert_tokens_to_ids(letter) for letter in "abcd")
-    matcher = compiler.compile(Grammar.regex(PATTERN))
-    assert matcher.tokens_until_end([a, b, c, d, d]) == 3
-    assert matcher.tokens_until_end([d, d, d]) is None
-    matcher.commit([a, b])
-    assert matcher.tokens_until_end([c]) == 1
-    assert matcher.masks([[c]]).all()
-    assert not matcher.masks([[]])[0, 0]
-
-
 @pytest.mark.parametrize(
     ("grammar", "told"),
     [
