@@ -1,5 +1,5 @@
-"""Every command that loads a model: code of the model's folder is run with `--trust-remote-code`
-and never without."""
+"""Commands that load a model: code of the model's folder is run with `--trust-remote-code` and never
+without. That every call says so is in `tests/unit/test_loaders.py`."""
 
 from __future__ import annotations
 
@@ -31,31 +31,20 @@ STOP = 'raise ValueError("the code of the folder ran")'
 # folder.
 LINES = {
     "generate": "generate --target {own} --prompts stdlib:code --count 1 --out {out}",
-    "generate by a server": (
-        "generate --target {own} --prompts stdlib:code --count 1 --out {out} --url "
-        "http://127.0.0.1:1"
-    ),
     "train": "train eagle3 --target {own} --data {data} --out {out}/draft --steps 1",
     "train from a draft": (
         "train draft-lm --target {plain} --data {data} --out {out}/draft --steps 1 draft.init={own}"
     ),
-    "eval": "eval --target {own} --draft {draft} --data {data}",
     "eval of a draft": "eval --target {plain} --draft {own} --data {data}",
     "serve": "serve --target {own} --port 0",
-    "serve a draft": "serve --target {plain} --draft {own} --port 0",
     "serve another vocabulary": (
         "serve --target {plain} --draft {own} --heterogeneous-vocab --port 0"
-    ),
-    "distill": (
-        "distill --target {own} --draft {draft} --buffer {out}/buffer --versions {out}/versions "
-        "--device cpu"
     ),
     "distill a draft": (
         "distill --target {plain} --draft {own} --buffer {out}/buffer --versions {out}/versions "
         "--device cpu"
     ),
     "export": "export {draft} --to vllm --out {out} --target {own}",
-    "doctor": "doctor --target {own}",
     "doctor of a draft": "doctor --target {plain} --draft {own}",
     "plan": "plan --target {own}",
 }
