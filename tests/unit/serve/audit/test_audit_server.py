@@ -201,7 +201,7 @@ WARM: dict[str, Any] = {"temperature": 0.7, "top_k": 10}
 
 @pytest.mark.parametrize(
     "ours, options",
-    [(True, {}), (False, {}), pytest.param(False, WARM, marks=pytest.mark.long)],
+    [(True, {}), *(pytest.param(False, one, marks=pytest.mark.long) for one in ({}, WARM))],
 )
 def test_an_honest_server_passes(ours: bool, options: dict) -> None:
     report = audit(
@@ -226,7 +226,7 @@ def test_a_liar_that_tells_no_rounds_is_found_among_all_tokens(depth: int) -> No
     assert "tokens after the first" in found and "tokens without drafts" not in found
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("length", [1, 4, 7])
 def test_any_length_lets_all_depths_be_drafted(length: int) -> None:
     """Few samples of a flat distribution: nothing is known of any depth, and that is said."""
     report = audit(
