@@ -48,14 +48,6 @@ def of_file(path: Path) -> list[Question]:
             Question({"messages": [user("Write.")]}, (user("Again."),), "rows"),
         ),
         (
-            {"category": "writing", "prompt": ["Write.", "Again."]},
-            Question({"messages": [user("Write.")]}, (user("Again."),), "writing"),
-        ),
-        (
-            {"question": "2 + 2?", "answer": "4"},
-            Question({"messages": [user("2 + 2?")]}, (), "rows"),
-        ),
-        (
             {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "    pass"},
             Question({"messages": [user("def f():\n")]}, (), "rows"),
         ),
