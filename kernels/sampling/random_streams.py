@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -126,6 +126,48 @@ def round_seeds(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def few_round_seeds(streams: Sequence[tuple[int, int]]) -> list[int]:
     """`round_seeds` of (seed, position) pairs, on the host."""
     return [_few_key(seed, position, int(Purpose.ROUND)) for seed, position in streams]
+
+
+class Draws(Protocol):
+    """Source of verification's random numbers. Serving uses `STREAMS`; an enumeration chooses its
+    own."""
+
+    def uniform(
+        self, seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The draw of each acceptance test, in (0, 1); arguments and shape as `uniform`'s."""
+        ...
+
+    def token(
+        self,
+        logits: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        purposes: torch.Tensor,
+    ) -> torch.Tensor:
+        """One token [N] int64 a row of logits [N, V]; -1 for an all -inf row."""
+        ...
+
+
+class Streams:
+    """The request's own streams."""
+
+    def uniform(
+        self, seeds: torch.Tensor, positions: torch.Tensor, numbers: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return uniform(seeds, positions, Purpose.ACCEPT, numbers)
+
+    def token(
+        self,
+        logits: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        purposes: torch.Tensor,
+    ) -> torch.Tensor:
+        return race(logits, stream_keys(seeds, positions, purposes))
+
+
+STREAMS = Streams()
 
 
 def sample(

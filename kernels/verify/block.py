@@ -25,7 +25,7 @@ import torch
 
 from draftsmith.kernels.dispatch import operation
 from draftsmith.kernels.sampling.filters import clean
-from draftsmith.kernels.sampling.random_streams import Purpose, race, stream_keys, uniform
+from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.residual import (
     assemble,
@@ -84,6 +84,7 @@ def verify_block(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    draws: Draws = STREAMS,
     sizes: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> Verdict:
@@ -97,7 +98,7 @@ def verify_block(
     if q_logits is None or draft_tokens.shape[1] == 0:
         return verify_chain(
             p_logits, draft_tokens, lengths, None, seeds, positions,
-            sizes=sizes, impl="torch",
+            draws=draws, sizes=sizes, impl="torch",
         )  # fmt: skip
     num_rows, num_draft = draft_tokens.shape
     device = p_logits.device
@@ -112,7 +113,7 @@ def verify_block(
         else log_p[p_rows]
     )
     distribution = block_distribution(log_p, log_q, draft_tokens, lengths)
-    uniforms = uniform(seeds[:, None], positions[:, None], Purpose.ACCEPT, places - 1)
+    uniforms = draws.uniform(seeds[:, None], positions[:, None], places - 1)
     # Test i + 1 is of the path after i + 1 drafts; the path without any always stands.
     stands = uniforms[:, 1:] < distribution.stop[:, 1:]
     accepted = torch.where(stands, places[1:], 0).amax(dim=1)
@@ -124,5 +125,5 @@ def verify_block(
     has_mass = (residual > -math.inf).any(dim=-1, keepdim=True)
     final_logits[cut] = torch.where(has_mass, residual, final_logits[cut])
     purposes = torch.where(accepted < lengths, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    emitted = race(final_logits, stream_keys(seeds, positions + accepted, purposes))
+    emitted = draws.token(final_logits, seeds, positions + accepted, purposes)
     return Verdict(accepted, assemble(draft_tokens, accepted, emitted))

@@ -26,7 +26,7 @@ from draftsmith.kernels.dispatch import operation
 from draftsmith.kernels.host_compiler import function_of
 from draftsmith.kernels.sampling.draw import ROWS, SOURCE, rows_of, takes
 from draftsmith.kernels.sampling.filters import SamplingRows, clean, process
-from draftsmith.kernels.sampling.random_streams import Purpose, race, stream_keys, uniform
+from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
 from draftsmith.kernels.verify.residual import (
     accepts,
     assemble,
@@ -49,6 +49,7 @@ def verify_chain(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    draws: Draws = STREAMS,
     sizes: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> Verdict:
@@ -67,6 +68,7 @@ def verify_chain(
         positions: [B] int64, absolute position of each row's first drafted token.
         sizes: [B] int64, at least the lengths, which they are where none are given: drafted tokens
         that the pass had of each row.
+        draws: source of random numbers; the reference alone takes another than its own.
 
     NaN counts as -inf. A token with p(x) = 0 or q(x) = 0 is never kept. A token that its
     distribution could not have drawn (negative, or q(x) = 0) counts as no draft: what replaces it
@@ -85,7 +87,7 @@ def verify_chain(
     places = torch.arange(num_rows, device=device)
     log_q = None if q_logits is None else log_distribution(q_logits)
     token_log_q = 0.0 if log_q is None else log_q.gather(-1, ids[..., None])[..., 0]
-    log_u = uniform(seeds[:, None], positions[:, None] + depths, Purpose.ACCEPT).log()
+    log_u = draws.uniform(seeds[:, None], positions[:, None] + depths).log()
     keep = offered & accepts(log_u, log_p[p_rows, ids], torch.as_tensor(token_log_q, device=device))
     accepted = keep.long().cumprod(dim=1).sum(dim=1)
     rejected = accepted < lengths
@@ -105,7 +107,7 @@ def verify_chain(
         kept = residual.amax(dim=-1) > -math.inf
         final_logits[rejected.nonzero()[kept, 0]] = residual[kept]
     purposes = torch.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    emitted = race(final_logits, stream_keys(seeds, positions + accepted, purposes))
+    emitted = draws.token(final_logits, seeds, positions + accepted, purposes)
     return Verdict(accepted, assemble(draft_tokens, accepted, emitted))
 
 

@@ -26,7 +26,7 @@ import torch
 from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.dispatch import operation, reads_freely
 from draftsmith.kernels.sampling.filters import clean
-from draftsmith.kernels.sampling.random_streams import Purpose, race, stream_keys, uniform
+from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
 from draftsmith.kernels.verify.residual import (
     accepts,
     assemble,
@@ -97,6 +97,7 @@ def verify_tree(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
+    draws: Draws = STREAMS,
     impl: str = "auto",
 ) -> TreeVerdict:
     """Keeps a path of each row's tree and draws the token after it.
@@ -112,6 +113,7 @@ def verify_tree(
             deterministic.
         seeds: [B] int64.
         positions: [B] int64, absolute position of a child of the root.
+        draws: source of random numbers; the reference alone takes another than its own.
 
     A child that its distribution could not have drawn is passed over, as if it were not there: a
     negative token, one without mass in q, one that a sibling before it had. (So siblings drawn with
@@ -135,11 +137,12 @@ def verify_tree(
         ]
         if here:
             rows = torch.tensor(here, device=p_logits.device)
-            at = positions[rows] + walk.accepted[rows]
-            log_u = uniform(seeds[rows], at, Purpose.ACCEPT, walk.tested[rows]).log()
+            log_u = draws.uniform(
+                seeds[rows], positions[rows] + walk.accepted[rows], walk.tested[rows]
+            ).log()
             walk.test(node, rows, log_u)
     purposes = torch.where(walk.tested > 0, int(Purpose.RESIDUAL), int(Purpose.BONUS))
-    emitted = race(walk.final_logits(), stream_keys(seeds, positions + walk.accepted, purposes))
+    emitted = draws.token(walk.final_logits(), seeds, positions + walk.accepted, purposes)
     drafts = tree.tokens.gather(1, walk.nodes.clamp(min=0))
     return TreeVerdict(walk.accepted, assemble(drafts, walk.accepted, emitted), walk.nodes)
 
