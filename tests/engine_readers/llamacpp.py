@@ -3,14 +3,13 @@ the metadata alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from draftsmith.errors import UserError
 from draftsmith.train.export.gguf import DRAFT, TOKENIZER, Gguf, library
 from draftsmith.train.export.source import text_config
 from tests.engine_readers.understood import Shapes, Understood, filled
@@ -63,86 +62,22 @@ def tensor_of(gguf: ModuleType, stored: Any) -> torch.Tensor:
 
 
 def read_draft_lm(folder: Path, target_config: dict[str, Any]) -> Understood:
-    """`draft-simple`: a model of its own, of the target's vocabulary."""
-    content = read_gguf(folder / DRAFT)
-    check_vocabulary(content, target_config)
-    return understood_model(content)
-
-
-def understood_model(content: Gguf) -> Understood:
-    """Any decoder of `LOADERS`, as transformers has it."""
-    if content.arch not in LOADERS:
-        raise UserError(f"{NAME} loads {content.arch!r} as another model; the layout is wrong")
-    return LOADERS[content.arch](content)
-
-
-def llama(content: Gguf) -> Understood:
-    return decoder(content, "LlamaForCausalLM", "llama", norms=(), biases=(), turned=True)
-
-
-def qwen2(content: Gguf) -> Understood:
-    biases = ("attn_q", "attn_k", "attn_v")
-    return decoder(content, "Qwen2ForCausalLM", "qwen2", norms=(), biases=biases, turned=False)
-
-
-def qwen3(content: Gguf) -> Understood:
-    norms = ("attn_q_norm", "attn_k_norm")
-    return decoder(content, "Qwen3ForCausalLM", "qwen3", norms=norms, biases=(), turned=False)
-
-
-LOADERS: dict[str, Callable[[Gguf], Understood]] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
-
-
-def decoder(
-    content: Gguf,
-    architecture: str,
-    model_type: str,
-    *,
-    norms: tuple[str, ...],
-    biases: tuple[str, ...],
-    turned: bool,
-) -> Understood:
-    """`turned`: its rotary embedding turns neighbouring values of a head."""
-    config = own_config(content)
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    shapes: Shapes = {"token_embd.weight": (vocab, hidden), "output_norm.weight": (hidden,)}
-    optional: Shapes = {"output.weight": (vocab, hidden)} | rope_shape(config)
-    for layer in range(config["num_hidden_layers"]):
-        own = layer_shapes(layer, config, norms=("attn_norm", "ffn_norm", *norms))
-        shapes |= own
-        optional |= {
-            f"blk.{layer}.{name}.bias": own[f"blk.{layer}.{name}.weight"][:1]
-            for name in (biases or MATRICES)
-        }
-    loaded = filled(NAME, content.tensors, shapes, optional=optional)
-    tied = "output.weight" not in loaded
-    tensors = own_names(loaded, config, turned=turned)
-    return Understood(
-        config
-        | {
-            "architectures": [architecture],
-            "model_type": model_type,
-            "tie_word_embeddings": tied,
-            "attention_bias": "blk.0.attn_q.bias" in loaded,
-            "mlp_bias": "blk.0.ffn_up.bias" in loaded,
-        }
-        | rope(content, loaded, config),
-        {f"model.{name}" if "lm_head" not in name else name: t for name, t in tensors.items()},
-    )
+    """A model of its own, of the target's vocabulary; transformers reads the file."""
+    check_vocabulary(read_gguf(folder / DRAFT), target_config)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=DRAFT, dtype=torch.float32)
+    tensors = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    return Understood(model.config.to_dict(), tensors)
 
 
 def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
     content = read_gguf(folder / DRAFT)
-    if content.arch != "eagle3":
-        raise UserError(f"{NAME} loads {content.arch!r} as another model; the layout is wrong")
+    assert content.arch == "eagle3"
     check_vocabulary(content, target_config)
     values, config = content.values, own_config(content)
     taps = checked_taps(values.get("target_layers") or [], target_config)
-    if len(taps) != 3 or config["num_hidden_layers"] != 1:
-        raise UserError(
-            f"{NAME} refuses an EAGLE-3 head with taps {taps} and {config['num_hidden_layers']} "
-            "layers; the layout is wrong"
-        )
+    assert len(taps) == 3 and config["num_hidden_layers"] == 1
     hidden, width = config["hidden_size"], values["target_hidden_size"]
     joined = 3 * width
     rows = len(content.tensors["d2t"]) if "d2t" in content.tensors else config["vocab_size"]
@@ -177,23 +112,19 @@ def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
 
 def read_dflash(folder: Path, target_config: dict[str, Any]) -> Understood:
     content = read_gguf(folder / DRAFT)
-    if "markov_w1.weight" in content.tensors:
-        raise UserError(f"{NAME} drafts with a table of transitions here; the layout is wrong")
+    assert "markov_w1.weight" not in content.tensors
     return read_block(content, target_config, "DFlashDraftModel")
 
 
 def read_dspark(folder: Path, target_config: dict[str, Any]) -> Understood:
     content = read_gguf(folder / DRAFT)
-    if "markov_w1.weight" not in content.tensors:
-        raise UserError(f"{NAME} drafts without transitions here; the layout is wrong")
-    if not content.values.get("sample_from_anchor", True):
-        raise UserError(f"{NAME} would not draft from the newest token; the layout is wrong")
+    assert "markov_w1.weight" in content.tensors
+    assert content.values.get("sample_from_anchor", True)
     return read_block(content, target_config, "Qwen3DSparkModel")
 
 
 def read_block(content: Gguf, target_config: dict[str, Any], architecture: str) -> Understood:
-    if content.arch != "dflash":
-        raise UserError(f"{NAME} loads {content.arch!r} as another model; the layout is wrong")
+    assert content.arch == "dflash"
     check_vocabulary(content, target_config)
     values, config = content.values, own_config(content)
     taps = checked_taps(values.get("target_layers") or [], target_config)
@@ -246,21 +177,13 @@ BLOCK_NAMES = {
 
 def check_vocabulary(content: Gguf, target_config: dict[str, Any]) -> None:
     tokens = len(content.values["tokenizer.ggml.tokens"])
-    if tokens != (wanted := text_config(target_config)["vocab_size"]):
-        raise UserError(
-            f"{NAME} compares vocabularies, and the draft has {tokens} tokens for a target of "
-            f"{wanted}; the layout is wrong"
-        )
+    assert tokens == text_config(target_config)["vocab_size"]
 
 
 def checked_taps(taps: list[int], target_config: dict[str, Any]) -> list[int]:
     """Layers whose inputs are taken, in the order in which the file has them."""
     layers = text_config(target_config)["num_hidden_layers"]
-    if not taps or min(taps) < 0 or max(taps) >= layers:
-        raise UserError(
-            f"{NAME} cannot tap the inputs of layers {taps} in a target of {layers}; train with "
-            "taps below that"
-        )
+    assert taps and min(taps) >= 0 and max(taps) < layers
     return taps
 
 
@@ -286,8 +209,7 @@ def rope_shape(config: dict[str, Any]) -> Shapes:
 
 def rope(content: Gguf, loaded: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, Any]:
     """The whole head is turned; the frequencies of `rope_freqs` are divided by it."""
-    if content.values.get("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
-        raise UserError(f"{NAME} would turn only a part of each head; the layout is wrong")
+    assert content.values.get("rope.dimension_count", config["head_dim"]) == config["head_dim"]
     parameters: dict[str, Any] = {"rope_theta": content.values.get("rope.freq_base", 10000.0)}
     if "rope_freqs.weight" in loaded:
         factors = loaded["rope_freqs.weight"].tolist()

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 
 from draftsmith.drafters.weights import read_config, read_weights
-from draftsmith.errors import UserError
 from draftsmith.train.export.source import text_config
-from tests.engine_readers import understood
 from tests.engine_readers.understood import (
     LAYER_NORMS,
     Shapes,
     Understood,
     block_shapes,
-    check_architecture,
     decoder_layer,
     filled,
     in_layer_order,
@@ -37,24 +34,19 @@ LEGACY = {
 
 def read_eagle3(folder: Path, target_config: dict[str, Any]) -> Understood:
     config = read_config(folder)
-    if config["architectures"] != ["LlamaForCausalLMEagle3"] or config.get("tie_word_embeddings"):
-        raise UserError(
-            f"SGLang does not load {config['architectures']} as an EAGLE-3 head of its own; the "
-            "layout is wrong"
-        )
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and (
+        not config.get("tie_word_embeddings")
+    )
     nested = config.get("eagle_config") or {}
     outputs = nested.get("eagle_aux_hidden_state_layer_ids")
     num_layers = text_config(target_config)["num_hidden_layers"]
     chosen = [layer + 1 for layer in outputs] if outputs else [2, num_layers // 2, num_layers - 3]
-    raw = in_layer_order(chosen, num_layers, NAME)
+    raw = in_layer_order(chosen, num_layers)
     num_taps, hidden = (
         config.get("num_aux_hidden_states") or len(outputs or (0, 0, 0)),
         config["hidden_size"],
     )
-    if num_taps != len(raw) or "draft_vocab_size" not in config:
-        raise UserError(
-            f"SGLang would run fc over {num_taps} states and taps layers {raw}; the layout is wrong"
-        )
+    assert num_taps == len(raw) and "draft_vocab_size" in config
     width, draft_vocab = config.get("target_hidden_size", hidden), config["draft_vocab_size"]
     shapes = {"model.fc.weight": (hidden, num_taps * width), "model.norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
@@ -98,16 +90,23 @@ def own_eagle3(
         tensors["lm_head.weight"] = loaded["lm_head.weight"]
     if hot is not None:
         tensors["d2t"] = hot
-    elif draft_vocab is not None and draft_vocab != vocab:
-        raise UserError(
-            "SGLang would take draft token i for target token i, since the export has no d2t; the "
-            "layout is wrong"
-        )
+    else:
+        assert draft_vocab in (None, vocab), "draft token i would be taken for target token i"
     return tensors
 
 
 def read_eagle1(folder: Path, target_config: dict[str, Any]) -> Understood:
-    return understood.read_eagle1(NAME, folder, "LlamaForCausalLMEagle", strict=False)
+    """The first layer has no norm before its attention, and the end none; the projection has a
+    bias."""
+    config = read_config(folder)
+    assert config["architectures"] == ["LlamaForCausalLMEagle"]
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes = decoder_layer("layers.0.", config, norms=("post_attention_layernorm",))
+    shapes |= {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}
+    shared = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
+    loaded = filled(NAME, read_weights(folder), shapes, optional=shared, strict=False)
+    loaded.pop("lm_head.weight", None)
+    return Understood(config, loaded)
 
 
 def read_dflash(folder: Path, target_config: dict[str, Any]) -> Understood:
@@ -121,22 +120,14 @@ def read_dspark(folder: Path, target_config: dict[str, Any]) -> Understood:
 def block_from(folder: Path, target_config: dict[str, Any], *, architecture: str) -> Understood:
     config = read_config(folder)
     block = config.get("dflash_config") or {}
-    check_architecture(NAME, config, architecture)
+    assert config["architectures"] == [architecture]
     # A missing id makes it add a token to the vocabulary.
     mask = block.get("mask_token_id", config.get("mask_token_id"))
-    if mask is None or mask >= config["vocab_size"]:
-        raise UserError(
-            f"SGLang cannot mask with token {mask} of {config['vocab_size']}; train with another "
-            "mask_token"
-        )
+    assert mask is not None and mask < config["vocab_size"]
     target_layers = text_config(target_config)["num_hidden_layers"]
-    if block.get("num_target_layers", config.get("num_target_layers")) != target_layers:
-        raise UserError(
-            f"SGLang compares num_target_layers with the target's {target_layers} and refuses "
-            "another"
-        )
+    assert block.get("num_target_layers", config.get("num_target_layers")) == target_layers
     outputs = block.get("target_layer_ids", config.get("target_layer_ids")) or []
-    raw = in_layer_order([layer + 1 for layer in outputs], target_layers, NAME)
+    raw = in_layer_order([layer + 1 for layer in outputs], target_layers)
     needed, guess = block_shapes(config, len(raw), text_config(target_config)["hidden_size"])
     loaded = filled(
         NAME, read_weights(folder), needed | guess, strict=False,

@@ -1,24 +1,19 @@
-"""Table of readers: one for every pair that `layouts/table.py` writes."""
+"""Table of readers: one for every layout but those of `tests/unit/train/export/test_proof.py`'s
+`READ_BY_ITSELF`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.train.export.serving import DRAFT, ENGINE_ARGUMENTS, VERSION
 from tests.engine_readers import (
     llamacpp,
-    openvino,
     plain,
     sglang,
-    sglang_mtp,
-    speculators,
     vllm,
     vllm_eagle3,
-    vllm_mtp,
     vllm_speculators,
 )
 from tests.engine_readers.understood import Reader, Understood
@@ -28,21 +23,13 @@ READERS: dict[tuple[str, str], Reader] = {
     ("eagle3", "sglang"): sglang.read_eagle3,
     ("eagle3", "speculators"): vllm_eagle3.read_speculators_eagle3,
     ("eagle3", "gguf"): llamacpp.read_eagle3,
-    ("eagle3", "openvino"): openvino.read_eagle3,
     ("p-eagle", "vllm"): vllm_eagle3.read_peagle,
     ("p-eagle", "speculators"): vllm_eagle3.read_speculators_peagle,
     ("draft-lm", "vllm"): plain.read_model,
     ("draft-lm", "sglang"): plain.read_model,
     ("draft-lm", "hf"): plain.read_model,
     ("draft-lm", "gguf"): llamacpp.read_draft_lm,
-    ("draft-lm", "openvino"): openvino.read_draft_lm,
-    ("mtp", "vllm"): vllm_mtp.read_mtp,
-    ("mtp", "sglang"): sglang_mtp.read_mtp,
-    ("mtp", "speculators"): speculators.read_mtp,
-    ("eagle1", "vllm"): vllm.read_eagle1,
     ("eagle1", "sglang"): sglang.read_eagle1,
-    ("eagle1", "speculators"): speculators.read_eagle1,
-    ("medusa", "vllm"): vllm.read_medusa,
     ("medusa", "hf"): plain.read_medusa,
     ("mlp", "hf"): plain.read_mlp,
     ("dflash", "vllm"): vllm.read_dflash,
@@ -59,7 +46,7 @@ READERS: dict[tuple[str, str], Reader] = {
 def in_repository(read_vllm: Reader) -> Reader:
     """Triton's vLLM backend reads the draft that its repository holds."""
 
-    def read(folder: Path, target_config: dict[str, Any]) -> Understood | Path | ServingDrafter:
+    def read(folder: Path, target_config: dict[str, Any]) -> Understood | Path:
         return read_vllm(draft_folder(folder), target_config)
 
     return read
@@ -73,19 +60,9 @@ READERS |= {
 
 
 def draft_folder(repository: Path) -> Path:
-    """The draft of a repository written here, as its `model.json` names it."""
-    found = sorted(repository.glob(f"*/{VERSION}/{ENGINE_ARGUMENTS}"))
-    if len(found) != 1:
-        raise UserError(
-            f"Triton finds {len(found)} models in {str(repository)!r} where one is expected; the "
-            "layout is wrong"
-        )
-    arguments = read_json(found[0], "engine arguments")
+    """The draft of a repository written here, which its `model.json` names."""
+    (found,) = repository.glob(f"*/{VERSION}/{ENGINE_ARGUMENTS}")
+    arguments = read_json(found, "engine arguments")
     named = Path(arguments["speculative_config"].get("model", arguments["model"]))
-    folder = found[0].parent / DRAFT
-    if named.parts[-3:] != folder.parts[-3:] or not folder.is_dir():
-        raise UserError(
-            f"model.json names the draft {str(named)!r}, which is not in the repository; the "
-            "layout is wrong"
-        )
-    return folder
+    assert named == (found.parent / DRAFT).resolve()
+    return named

@@ -13,10 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.weights import read_config, read_weights
-from draftsmith.errors import UserError
-
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 BLOCK_NORMS = (*LAYER_NORMS, "self_attn.q_norm", "self_attn.k_norm")  # of a Qwen3 layer
 Shapes = dict[str, tuple[int, ...]]
@@ -27,12 +23,11 @@ class Understood(NamedTuple):
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
-    target: Path | None = None  # where the engine finds the target, if that is part of the export
 
 
 # (the exported folder, the target's config.json) -> what the engine makes of it; a folder where it
-# loads that as we do, a drafter where it runs a graph of its own.
-Reader = Callable[[Path, dict[str, Any]], Understood | Path | ServingDrafter]
+# loads that as we do.
+Reader = Callable[[Path, dict[str, Any]], Understood | Path]
 
 
 def filled(
@@ -53,30 +48,12 @@ def filled(
         name = stored if named is None else named(stored)
         if name is None or (name not in known and not strict):
             continue
-        if name not in known:
-            raise UserError(
-                f"{engine} has no parameter {name!r} for a weight of the export; the layout is "
-                "wrong"
-            )
-        if tuple(tensor.shape) != known[name]:
-            raise UserError(
-                f"{engine} makes parameter {name!r} of shape {list(known[name])} and the export "
-                f"has {list(tensor.shape)}; the layout is wrong"
-            )
+        assert name in known, f"{engine} has no parameter {name!r}"
+        assert tuple(tensor.shape) == known[name], name
         found[name] = tensor
-    if missing := sorted(shapes.keys() - found.keys()):
-        raise UserError(
-            f"{engine} finds no weight for its parameter {missing[0]!r} in the export; the layout "
-            "is wrong"
-        )
+    missing = shapes.keys() - found.keys()
+    assert not missing, f"{engine} finds no weight for {missing}"
     return found
-
-
-def check_architecture(engine: str, config: Mapping[str, Any], *known: str) -> None:
-    if config["architectures"][0] not in known:
-        raise UserError(
-            f"{engine} loads {config['architectures']} as another model; the layout is wrong"
-        )
 
 
 def decoder_layer(
@@ -126,22 +103,6 @@ def block_shapes(config: Mapping[str, Any], num_taps: int, width: int) -> tuple[
     return shapes, {f"{head}.weight": (1, read), f"{head}.bias": (1,)}
 
 
-def read_eagle1(engine: str, folder: Path, architecture: str, *, strict: bool) -> Understood:
-    """The first layer has no norm before its attention, and the end none; the projection has a bias
-    where the engine is not `strict`."""
-    config = read_config(folder)
-    check_architecture(engine, config, architecture)
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    shapes = decoder_layer("layers.0.", config, norms=("post_attention_layernorm",))
-    shapes["fc.weight"] = (hidden, 2 * hidden)
-    if not strict:
-        shapes["fc.bias"] = (hidden,)
-    shared = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
-    loaded = filled(engine, read_weights(folder), shapes, optional=shared, strict=strict)
-    loaded.pop("lm_head.weight", None)
-    return Understood(config, loaded)
-
-
 def renamed(tensors: Mapping[str, torch.Tensor], old: str, new: str) -> dict[str, torch.Tensor]:
     """Every name with the prefix `old` gets `new` for it; others are left out."""
     return {
@@ -151,12 +112,8 @@ def renamed(tensors: Mapping[str, torch.Tensor], old: str, new: str) -> dict[str
     }
 
 
-def in_layer_order(raw: list[int], num_layers: int, engine: str) -> list[int]:
+def in_layer_order(raw: list[int], num_layers: int) -> list[int]:
     """Engines collect the tapped states on their way through the layers, whatever order the config
     names them in."""
-    if not raw or min(raw) < 0 or max(raw) >= num_layers:
-        raise UserError(
-            f"{engine} cannot tap the inputs of layers {raw} in a target of {num_layers}; train "
-            "with taps below that"
-        )
+    assert raw and min(raw) >= 0 and max(raw) < num_layers
     return sorted(set(raw))

@@ -1,4 +1,4 @@
-"""vLLM's reading of draft folders of other families than EAGLE-3."""
+"""vLLM's reading of DFlash and DSpark folders."""
 
 from __future__ import annotations
 
@@ -8,42 +8,25 @@ from typing import Any
 import torch
 
 from draftsmith.drafters.weights import read_config, read_weights
-from draftsmith.errors import UserError
 from draftsmith.train.export.source import text_config
-from tests.engine_readers import understood
-from tests.engine_readers.understood import Shapes, Understood, block_shapes, filled
+from tests.engine_readers.understood import Understood, block_shapes, filled
 from tests.engine_readers.vllm_taps import NAME, tapped_layers
-
-
-def read_eagle1(folder: Path, target_config: dict[str, Any]) -> Understood:
-    return understood.read_eagle1(NAME, folder, "EagleLlamaForCausalLM", strict=True)
 
 
 def read_dflash(folder: Path, target_config: dict[str, Any]) -> Understood:
     config = read_config(folder)
-    if config["architectures"] != ["DFlashDraftModel"] or config["dflash_config"].get(
-        "sample_from_anchor"
-    ):
-        raise UserError(
-            f"vLLM does not load {config['architectures']} as a DFlash block that keeps its "
-            "anchor; the layout is wrong"
-        )
+    assert config["architectures"] == ["DFlashDraftModel"] and (
+        not config["dflash_config"].get("sample_from_anchor")
+    )
     return block_from(config, read_weights(folder), target_config)
 
 
 def read_dspark(folder: Path, target_config: dict[str, Any]) -> Understood:
     config = read_config(folder)
-    if config["architectures"] != ["Qwen3DSparkModel"] or not config.get(
+    assert config["architectures"] == ["Qwen3DSparkModel"] and config.get(
         "sample_from_anchor", True
-    ):
-        raise UserError(
-            f"vLLM does not load {config['architectures']} as a dense DSpark block; the layout is "
-            "wrong"
-        )
-    if config.get("markov_head_type", "vanilla") != "vanilla":
-        raise UserError(
-            f"vLLM has no markov_head_type {config['markov_head_type']!r}; train a vanilla one"
-        )
+    )
+    assert config.get("markov_head_type", "vanilla") == "vanilla"
     return block_from(config, read_weights(folder), target_config)
 
 
@@ -69,26 +52,3 @@ def own_block(
     return Understood(
         config | ({"target_layer_ids": outputs} if "target_layer_ids" in config else {}), tensors
     )
-
-
-def read_medusa(folder: Path, target_config: dict[str, Any]) -> Understood:
-    """vLLM up to 0.32. Unknown names are passed over, and one table serves all heads with
-    `original_lm_head`."""
-    config, hidden = read_config(folder), read_config(folder)["hidden_size"]
-    if config["model_type"] != "medusa":
-        raise UserError(
-            f"vLLM takes model_type {config['model_type']!r} for no Medusa; the layout is wrong"
-        )
-    shapes: Shapes = {}
-    for head in range(config["num_heads"]):
-        for layer in range(config["num_hidden_layers"]):
-            shapes[f"blocks.{head}.layers.{layer}.weight"] = (hidden, hidden)
-            if config.get("medusa_fc_bias"):
-                shapes[f"blocks.{head}.layers.{layer}.bias"] = (hidden,)
-    tables = (
-        ["lm_head"]
-        if config.get("original_lm_head")
-        else [f"lm_heads.{head}" for head in range(config["num_heads"])]
-    )
-    shapes |= {f"{table}.weight": (config["vocab_size"], hidden) for table in tables}
-    return Understood(config, filled(NAME, read_weights(folder), shapes, strict=False))

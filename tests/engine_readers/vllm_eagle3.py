@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from draftsmith.drafters.weights import read_config, read_weights
-from draftsmith.errors import UserError
 from draftsmith.train.export.source import text_config
 from tests.engine_readers.understood import (
     LAYER_NORMS,
     Shapes,
     Understood,
-    check_architecture,
     decoder_layer,
     filled,
     renamed,
@@ -39,10 +37,9 @@ def read_peagle(folder: Path, target_config: dict[str, Any]) -> Understood:
     """A head read with `parallel_drafting` among the engine's own options; the token of the slots
     is one of three keys of the draft."""
     config = read_config(folder)
-    if all(config.get(key) is None for key in ("pard_token", "ptd_token_id", "mask_token_id")):
-        raise UserError(
-            "vLLM finds no mask_token_id to draft in parallel with; the layout is wrong"
-        )
+    assert any(
+        config.get(key) is not None for key in ("pard_token", "ptd_token_id", "mask_token_id")
+    )
     return eagle3_from(config, read_weights(folder), target_config, parallel=True)
 
 
@@ -86,16 +83,13 @@ def eagle3_from(
     *,
     parallel: bool = False,
 ) -> Understood:
-    check_architecture(NAME, config, *ARCHITECTURES)
+    assert config["architectures"][0] in ARCHITECTURES
     nested = config.get("eagle_config") or {}
     raw = tapped_layers(config, text_config(target_config)["num_hidden_layers"])
     num_taps = config.get("num_aux_hidden_states") or len(
         nested.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0)
     )
-    if num_taps != len(raw) or not nested.get("use_aux_hidden_state", True):
-        raise UserError(
-            f"vLLM would run fc over {num_taps} states and taps layers {raw}; the layout is wrong"
-        )
+    assert num_taps == len(raw) and nested.get("use_aux_hidden_state", True)
     shapes, optional = _shapes(config, num_taps, parallel=parallel)
     loaded = filled(NAME, tensors, shapes, optional=optional, named=engine_name)
     draft_vocab = config.get("draft_vocab_size") or config["vocab_size"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftsmith.errors import UserError
 from tests.engine_readers.understood import in_layer_order
 
 NAME = "vLLM"
@@ -13,14 +12,9 @@ NAME = "vLLM"
 def tapped_layers(config: dict[str, Any], num_layers: int) -> list[int]:
     """Raw ids. The newer runner falls back on the model's default layers where the older one
     believes `eagle_config`."""
-    newer = in_layer_order(newer_runner(config) or default_layers(num_layers), num_layers, NAME)
-    older = in_layer_order(older_runner(config) or default_layers(num_layers), num_layers, NAME)
-    if newer != older:
-        raise UserError(
-            f"vLLM's two runners would tap the inputs of layers {newer} and {older}; write "
-            "eagle_aux_hidden_state_layer_ids at "
-            "the top level of config.json"
-        )
+    newer = in_layer_order(newer_runner(config) or default_layers(num_layers), num_layers)
+    older = in_layer_order(older_runner(config) or default_layers(num_layers), num_layers)
+    assert newer == older
     return newer
 
 

@@ -16,7 +16,6 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import run
-from tests.engine_readers.proof import export_and_prove
 from tests.noise import noisy
 
 APPENDED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
@@ -40,11 +39,9 @@ def saved(family: str, of: Target, folder: Path, *, noise: float = 0.1, **option
     return folder
 
 
-def export(draft: Path, to: str, *, proves: bool = False, **options: Any) -> Path:
+def export(draft: Path, to: str, **options: Any) -> Path:
     out = draft.with_name(f"{draft.name}-{to}")
-    (export_and_prove if proves else run)(
-        ExportConfig(draft=str(draft), to=to, out=str(out), **options)
-    )
+    run(ExportConfig(draft=str(draft), to=to, out=str(out), **options))
     return out
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
@@ -107,62 +107,6 @@ def read_as(engine: str, folder: Path) -> Understood:
     understood = READERS["eagle3", engine](folder, {"num_hidden_layers": 4})
     assert understood is not None
     return understood
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_both_engines_read_the_portable_layout_alike(
-    make_draft: Callable[..., Path], engine: str
-) -> None:
-    draft = make_draft()
-    out = export(draft, engine)
-    original = load_file(draft / "model.safetensors")
-    for reader in ("vllm", "sglang"):
-        config, tensors, _ = read_as(reader, out)
-        assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
-        assert {**tensors, "t2d": original["t2d"]}.keys() == original.keys()
-        assert all(torch.equal(tensor, original[name]) for name, tensor in tensors.items())
-    assert config["draft_vocab_size"] == 100 and config["tie_word_embeddings"] is False
-
-
-def test_the_readers_tell_broken_folders(make_draft: Callable[..., Path]) -> None:
-    out = export(make_draft(), "vllm")
-    tensors, config = load_file(out / "model.safetensors"), read_config(out)
-    save_file({**tensors, "midlayer.q_norm.weight": torch.ones(8)}, out / "model.safetensors")
-    with pytest.raises(UserError, match="vLLM has no parameter"):
-        read_as("vllm", out)
-    read_as("sglang", out)  # passes over it
-    hidden = tensors.pop("midlayer.hidden_norm.weight")
-    save_file({**tensors, "midlayer.hiddennorm.weight": hidden}, out / "model.safetensors")
-    with pytest.raises(
-        UserError,
-        match=r"SGLang finds no weight for its parameter 'model.layers.0.hidden_norm.weight'",
-    ):
-        read_as("sglang", out)
-    # As SpecForge writes it: the older runner of vLLM is off by one, the newer one falls back on
-    # other layers.
-    write_json(
-        out / "config.json",
-        {name: value for name, value in config.items() if not name.startswith("eagle_aux")},
-    )
-    with pytest.raises(UserError, match="vLLM's two runners would tap"):
-        read_as("vllm", out)
-
-
-def test_speculators_layout(
-    make_draft: Callable[..., Path], tiny_target: Callable[..., str]
-) -> None:
-    draft = make_draft()
-    out = export(draft, "speculators", speculative_tokens=5)
-    config, tensors = read_config(out), load_file(out / "model.safetensors")
-    assert config["speculators_model_type"] == "eagle3" and config["norm_before_residual"] is False
-    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
-    assert config["speculators_config"]["verifier"]["name_or_path"] == tiny_target("llama")
-    assert read_as("speculators", out).config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
-    original = load_file(draft / "model.safetensors")
-    assert torch.equal(
-        tensors["layers.0.self_attn.q_proj.weight"], original["midlayer.self_attn.q_proj.weight"]
-    )
-    assert not [name for name in tensors if name.startswith("midlayer")]
 
 
 def drop(*names: str) -> Callable[..., None]:

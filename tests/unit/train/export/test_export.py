@@ -224,6 +224,9 @@ def test_the_card_is_read_at_a_glance_and_by_the_hub(draft: Path, to: str) -> No
     written = path.read_text()
     assert len(written.splitlines()) <= 60 - 4
     assert f"draftsmith train draft-lm {trained.target} optim" in written
+    assert (
+        "300 steps, on 24 answers (1130 tokens) that the target wrote at temperature 1" in written
+    )
     # Commands alone name places, those of the target and of the export.
     card = written.replace(trained.target, "TARGET").replace(str(path.parent), "OUT")
     assert not re.search(r"(?<![\w:/.])/\w", card) and str(draft.parent) not in card
@@ -263,16 +266,6 @@ def test_the_card_shows_decoded_beside_predicted(draft: Path) -> None:
     assert "| prompts | tau, T = 0 | tau, T = 1 | tau decoded, T = 1 |" in card
     assert "| all | 2.50 [2.49, 2.51] | 2.25 [2.24, 2.26] | 2.31 [2.30, 2.32] |" in card
     assert "counted in lossless decoding" in card
-
-
-def test_the_card_names_data_and_method(draft: Path) -> None:
-    data = {"prompts": "stdlib:code", "answers": 24, "tokens": 1130, "temperature": 1.0}
-    set_record(draft, training={"steps": 300, "data": data})
-    card = (export(draft) / "README.md").read_text()
-    assert (
-        "300 steps, on 24 answers (1130 tokens) that the target wrote at temperature 1 to prompts "
-        "from `stdlib:code`" in card
-    )
 
 
 def test_the_card_drafts_as_many_tokens_as_the_training(draft: Path) -> None:

@@ -93,50 +93,13 @@ def test_eagle1_of_a_target_with_scaled_embeddings_brings_its_own(make, tiny_tar
         export(draft, "sglang")
 
 
-def test_medusa_carries_the_targets_table(make, target, tiny_target):
-    draft = make("medusa")
-    table = target.output_weight.detach()
-    assert torch.equal(
-        load_file(export(draft, "vllm") / "model.safetensors")["lm_head.weight"], table
-    )
-    original = load_file(export(draft, "hf") / "medusa_lm_head.safetensors")
-    assert torch.equal(original["3.1.weight"], table) and original["0.0.linear.bias"].shape == (32,)
-    assert read_json(draft.with_name("medusa-hf") / "config.json")["medusa_num_heads"] == 4
-    # Qwen3 here ties the two tables.
-    tied = Target.load(tiny_target("qwen3"), dtype=torch.float32)
-    again = make("medusa", tied)
-    assert torch.equal(
-        load_file(export(again, "vllm") / "model.safetensors")["lm_head.weight"],
-        tied.output_weight.detach(),
-    )
-
-
-def test_p_eagle_layers_are_named_as_vllm_names_them(make):
+def test_a_p_eagle_draft_needs_its_mask_and_an_engine_that_reads_it(make):
     draft = make("p-eagle")
-    written = {engine: export(draft, engine) for engine in ("vllm", "speculators")}
-    tensors = {
-        engine: load_file(folder / "model.safetensors") for engine, folder in written.items()
-    }
-    assert {name.split(".")[0] for name in tensors["vllm"]} == {
-        "midlayer",
-        "layers",
-        "fc",
-        "norm",
-        "lm_head",
-        "mask_hidden",
-    }
-    assert not any(name.startswith("midlayer") for name in tensors["speculators"])
-    config = {engine: read_json(folder / "config.json") for engine, folder in written.items()}
-    assert (
-        config["vllm"]["architectures"] == ["LlamaForCausalLMEagle3"]
-        and config["vllm"]["num_hidden_layers"] == 4
-    )
-    assert config["speculators"]["speculators_model_type"] == "peagle"
-    assert config["speculators"]["mask_token_id"] == config["vllm"]["mask_token_id"] is not None
     with pytest.raises(UserError, match="does not read P-EAGLE's mask_hidden"):
         export(draft, "sglang")
-    tensors["vllm"].pop("mask_hidden")
-    save_file(tensors["vllm"], draft / "model.safetensors")
+    tensors = load_file(draft / "model.safetensors")
+    del tensors["mask_hidden"]
+    save_file(tensors, draft / "model.safetensors")
     with pytest.raises(UserError, match="'mask_hidden' is missing"):
         export(draft, "vllm")
 
@@ -194,7 +157,7 @@ def test_vllm_and_transformers_read_the_window(
     assert config["sliding_window"] == WINDOW
     assert config["layer_types"] == ["sliding_attention"] * config["num_hidden_layers"]
     source = open_source(ExportConfig(draft=str(draft), to=engine, out="unused"))
-    assert prove(source, out, engine).moved < 1e-5
+    assert prove(source, out, engine) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -219,10 +182,3 @@ def test_engines_that_would_attend_to_all_are_refused(
     draft = make(family, **WINDOWED, **options)
     with pytest.raises(UserError, match=f"sliding_window={WINDOW}, and .* would let it attend"):
         export(draft, engine)
-
-
-def test_a_window_that_an_engine_passes_over_is_another_draft(make: Make) -> None:
-    draft = make("eagle3", **WINDOWED, **TAPS)
-    source = open_source(ExportConfig(draft=str(draft), to="sglang", out="unused"))
-    with pytest.raises(UserError, match="is not the trained one"):
-        prove(source, export(draft, "vllm"), "sglang")

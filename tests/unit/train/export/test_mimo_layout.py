@@ -157,7 +157,7 @@ def test_a_targets_own_module_is_a_draft_that_can_be_trained_further(
     assert all(torch.equal(own[name], tensor) for name, tensor in wanted.items())
     checkpoint.save(native, tmp_path / "tuned", target)
     again = checkpoint.load(tmp_path / "tuned", target)
-    out = export(tmp_path / "tuned", "vllm", proves=True)
+    out = export(tmp_path / "tuned", "vllm")
     assert again.state_dict().keys() == own.keys()
     old, new = stitched_tensors(folder), stitched_tensors(out)
     assert all(torch.equal(old[name], new[name]) for name in old if "mtp_layers" in name)
@@ -188,7 +188,7 @@ def test_a_module_beside_its_target_is_read_by_vllm(
     }
     check_module(target, drafter, folder, tensors, FINAL)
     assert torch.equal(tensors["lm_head.weight"], target.output_weight)
-    out = export(tmp_path / "draft", "vllm", proves=True)
+    out = export(tmp_path / "draft", "vllm")
     card = (out / "README.md").read_text()
     assert f"vllm serve {target.name} " in card and '"method": "mtp"' in card
     assert """--hf-overrides '{"num_nextn_predict_layers": 1}'""" in card

@@ -1,5 +1,5 @@
 """New MTP modules for targets whose own kind has one: a block of the target's class, exported into
-the target's folder, where readers find it and name a weight that is missing."""
+the target's folder, where readers find it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draftsmith.drafters import checkpoint
@@ -19,8 +19,6 @@ from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from tests.engine_readers.sglang_mtp import read_mtp as read_sglang
-from tests.engine_readers.vllm_mtp import read_mtp
 from tests.noise import noisy
 from tests.unit.train.export.conftest import APPENDED, export, saved
 
@@ -29,10 +27,8 @@ IDS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
 Find = Callable[..., str]
 
 
-# One that is appended and one beside the target; each of the others loads a target and two engines.
-QUICK = ("deepseek_v3", "qwen3_next")
 KINDS = [
-    kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.long)
+    kind if kind == "deepseek_v3" else pytest.param(kind, marks=pytest.mark.long)
     for kind in (*APPENDED, *BESIDE)
 ]
 
@@ -47,7 +43,7 @@ def test_a_new_module_has_the_targets_block_and_is_exported_into_its_folder(
     assert isinstance(drafter, AppendedMtp)
     noisy(drafter, 0, 0.1)
     checkpoint.save(drafter, tmp_path / "draft", target)
-    out = export(tmp_path / "draft", "vllm", proves=True)
+    out = export(tmp_path / "draft", "vllm")
 
     weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     old = load_file(folder / "model.safetensors")
@@ -157,29 +153,6 @@ def test_sglang_reads_qwens_modules(
     kind: str, without_module: Callable[[str], Path], tmp_path: Path
 ) -> None:
     target = Target.load(without_module(kind), dtype=torch.float32)
-    out = export(saved("mtp", target, tmp_path / "draft"), "sglang", proves=True)
+    out = export(saved("mtp", target, tmp_path / "draft"), "sglang")
     card = (out / "README.md").read_text()
     assert f"--model-path {out} --speculative-algorithm NEXTN --speculative-num-steps" in card
-    tensors = load_file(out / "model-mtp.safetensors")
-    del tensors["mtp.norm.weight"]
-    save_file(tensors, out / "model-mtp.safetensors")
-    with pytest.raises(UserError, match=r"SGLang finds no weight for its parameter 'mtp\.norm"):
-        read_sglang(out, {})
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("qwen3_next", "mtp.layers.0.mlp.experts.1.up_proj.weight"), ("qwen3_5", "mtp.fc.weight"),
-     ("ernie4_5_moe", "model.mtp_emb_norm.0.weight")],
-)  # fmt: skip
-def test_vllm_would_refuse_a_weight_that_is_missing(
-    kind: str, name: str, without_module: Callable[[str], Path], tmp_path: Path
-) -> None:
-    target = Target.load(without_module(kind))
-    out = export(saved("mtp", target, tmp_path / "draft"), "vllm")
-    tensors = load_file(out / "model-mtp.safetensors")
-    del tensors[name]
-    save_file(tensors, out / "model-mtp.safetensors")
-    config = json.loads((out / "config.json").read_text())
-    with pytest.raises(UserError, match=f"finds no weight for its parameter {name!r}"):
-        read_mtp(out, config)

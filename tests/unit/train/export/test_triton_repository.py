@@ -3,57 +3,19 @@ vLLM's arguments."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.files import read_json, write_json
+from draftsmith.files import read_json
 from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import open_source
 from draftsmith.train.export.serving import model_name
 from tests.engine_readers.table import draft_folder
 from tests.unit.train.export.conftest import export, saved
-
-
-def parse(text: str) -> dict[str, Any]:
-    """Protobuf's text format as far as a model configuration goes: scalars, messages and lists of
-    messages."""
-    tokens = re.findall(r'"[^"]*"|[\w.-]+|[{}\[\]:,]', re.sub(r"#.*", "", text))
-
-    def message(end: str | None) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        while tokens and tokens[0] != end:
-            name = tokens.pop(0)
-            assert re.fullmatch(r"[a-z_]+", name), name
-            assert name not in found, f"{name} is set twice"
-            if tokens[0] == ":":
-                tokens.pop(0)
-            found[name] = value()
-        assert (tokens.pop(0) if tokens else None) == end
-        return found
-
-    def value() -> Any:
-        token = tokens.pop(0)
-        if token == "{":
-            return message("}")
-        if token == "[":
-            items = []
-            while tokens[0] != "]":
-                items.append(value())
-                if tokens[0] == ",":
-                    tokens.pop(0)
-            tokens.pop(0)
-            return items
-        if token.startswith('"'):
-            return token[1:-1]
-        return int(token) if token.isdigit() else {"true": True, "false": False}.get(token, token)
-
-    return message(None)
 
 
 @pytest.fixture
@@ -70,14 +32,14 @@ def test_the_repository_is_a_model_of_one_version(
     name = Path(tiny_target("llama")).name
     assert sorted(path.name for path in out.iterdir() if path.is_dir()) == [name]
     assert sorted(path.name for path in (out / name).iterdir()) == ["1", "config.pbtxt"]
-    config = parse((out / name / "config.pbtxt").read_text())
-    assert config == {
-        "name": name,
-        "backend": "vllm",
-        "max_batch_size": 0,
-        "model_transaction_policy": {"decoupled": True},
-        "instance_group": [{"count": 1, "kind": "KIND_MODEL"}],
-    }
+    lines = (out / name / "config.pbtxt").read_text().splitlines()
+    assert [line.strip() for line in lines if not line.startswith("#")] == [
+        f'name: "{name}"',
+        'backend: "vllm"',
+        "max_batch_size: 0",
+        *("model_transaction_policy {", "decoupled: true", "}"),
+        *("instance_group [", "{", "count: 1", "kind: KIND_MODEL", "}", "]"),
+    ]
     draft = (out / name / "1" / "draft").resolve()
     assert read_json(out / name / "1" / "model.json") == {
         "model": str(Path(tiny_target("llama")).resolve()),
@@ -102,16 +64,6 @@ def test_a_stitched_module_is_the_model_itself(make: Callable[[str], Path]) -> N
     }
     assert Path(arguments["model"]) == draft_folder(out).resolve()
     assert read_json(draft_folder(out) / "config.json")["architectures"] == ["MiMoForCausalLM"]
-
-
-def test_a_repository_that_names_another_draft_is_refused(make: Callable[[str], Path]) -> None:
-    out = make("eagle3")
-    path = next(out.glob("*/1/model.json"))
-    arguments = read_json(path)
-    arguments["speculative_config"]["model"] = "/elsewhere/draft"
-    write_json(path, arguments)
-    with pytest.raises(UserError, match="which is not in the repository"):
-        draft_folder(out)
 
 
 def test_names_and_refusals(make: Callable[[str], Path], tmp_path: Path) -> None:
