@@ -1,12 +1,10 @@
-"""Triton's interpreter as a device: rounding as devices round, and counts of what they would
-launch."""
+"""Triton's interpreter as a device: rounding as devices round."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-# Operations that make memory and fill nothing into it, or only look at what is there.
-_MADE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach")
-# Operations whose result is a number or a shape that only values tell: the host would wait, and no
-# graph can hold them.
-READ = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
 
 
 @contextmanager
@@ -60,38 +51,3 @@ def rounding_to_nearest() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", rounded)
         yield
-
-
-class Launches(TorchDispatchMode):
-    """Counts by name what a device would launch while the mode is on: torch's operations but for
-    views and memory, and Triton's kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = function._schema.name.removeprefix("aten::").rstrip("_")
-        if not function.is_view and name not in _MADE and name != "_unsafe_view":
-            self.counts[name] += 1
-        return function(*args, **(kwargs or {}))
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
-        run = executor.__call__
-
-        def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            self.counts[f"triton {kernel.fn.__name__}"] += 1
-            with _disable_current_modes():  # the interpreter's own operations
-                return run(kernel, *args, **kwargs)
-
-        with pytest.MonkeyPatch.context() as patch, self:
-            patch.setattr(executor, "__call__", counted)
-            yield

@@ -1,5 +1,5 @@
 """A text of 32,768 tokens through every part: serving in pieces with a prefix cache, every family,
-trees, HTTP with records, decoding without a server, evaluation and a training step."""
+HTTP with records, evaluation and a training step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import OPTIONS, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
-from draftsmith.drafters.speculate import speculate
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
@@ -36,12 +35,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 LENGTH, NUM_NEW, QUOTED = 32_768, 8, 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
-CONFIG, TREES = (
-    EngineConfig(
-        max_batch=2, num_blocks=2 * LENGTH // 64 + 2, block_size=64, max_round_tokens=2048,
-        compile="off", **drafts,
-    )
-    for drafts in ({"k": 3}, {"tree": "sampled:3x2x1"})
+CONFIG = EngineConfig(
+    k=3, max_batch=2, num_blocks=2 * LENGTH // 64 + 2, block_size=64, max_round_tokens=2048,
+    compile="off",
 )  # fmt: skip
 
 
@@ -115,16 +111,6 @@ def test_families_of_each_kind_draft_behind_all_of_it(family, case):
     assert len(drafted) == 2 and all(drafted)
 
 
-def test_a_tree_grows_behind_all_of_it(case):
-    target, prompt, answer = case
-    drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
-    engine = build_engine(target, drafter, TREES)
-    for _ in range(2):
-        (found,) = engine.generate([prompt], GREEDY)
-        assert found.tokens == answer
-    assert engine.stats.num_draft_tokens > 0 and not any(engine.stats.fallbacks.values())
-
-
 def test_the_api_answers_and_records_all_of_it(case, live_server, records):
     target, prompt, answer = case
     drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
@@ -136,15 +122,6 @@ def test_the_api_answers_and_records_all_of_it(case, live_server, records):
     assert found["usage"]["prompt_tokens"] == len(prompt)
     text = stitch(from_table(to_table(list(records))))
     assert text is not None and text.tokens == prompt + answer
-
-
-def test_decoded_without_a_server(case):
-    target, prompt, answer = case
-    drafter = Eagle3.create(Eagle3Options(), target, seed=1).eval()
-    found = speculate(
-        drafter, target, [prompt], k=3, temperature=0.0, seeds=[0], max_new_tokens=NUM_NEW
-    )
-    assert found.texts[0].tokens == prompt + answer
 
 
 def test_evaluated_and_trained_at_the_end_of_all_of_it(case):

@@ -11,7 +11,6 @@ import torch
 
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
-from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -152,16 +151,3 @@ def test_broken_weights_cost_only_speed(load: Callable[[str], Target]) -> None:
     assert all(len(request.output) == 12 for request in requests)
     for request, right in zip(requests[::2], plain_greedy(target, prompts(3), 12)):
         assert_same(request.output, right)
-
-
-def test_who_grows_no_trees_is_refused(load: Callable[[str], Target]) -> None:
-    with pytest.raises(UserError, match="grows none"):
-        build_engine(load("llama"), None, EngineConfig(tree="dynamic"))
-    with pytest.raises(UserError, match="judges chains"):
-        build_engine(
-            load("llama"),
-            make("mtp", load("llama")),
-            EngineConfig(tree="dynamic", verification="block"),
-        )
-    with pytest.raises(UserError, match="tree is 'round'"):
-        build_engine(load("llama"), make("mtp", load("llama")), EngineConfig(tree="round"))

@@ -3,13 +3,11 @@ about has no part in it."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 
 import pytest
 import torch
 
-from draftsmith.drafters import checkpoint
 from draftsmith.drafters.blocks.dspark import Dspark
 from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.options import DsparkOptions
@@ -95,18 +93,3 @@ def test_no_guess_no_end(drafter, target):
     plain = Dspark(drafter.config, target, drafter.taps, drafter.shape._replace(confidence=""))
     plain.to(torch.float64).load_state_dict(state)
     assert (propose(plain, target, 1.0).lengths == K).all()
-
-
-@pytest.mark.parametrize("confidence", ["markov", "state", ""])
-def test_checkpoints_say_what_the_head_reads(confidence, drafter, target, tmp_path):
-    made = Dspark(
-        drafter.config, target, drafter.taps, drafter.shape._replace(confidence=confidence)
-    ).to(torch.float64)
-    checkpoint.save(made, tmp_path, target)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["enable_confidence_head"] is bool(confidence)
-    assert config["confidence_head_with_markov"] is (confidence == "markov")
-    loaded = checkpoint.load(tmp_path, target)
-    assert loaded.shape.confidence == confidence
-    if confidence:
-        assert loaded.confidence_head.proj.in_features == 32 + (6 if confidence == "markov" else 0)

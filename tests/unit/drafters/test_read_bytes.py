@@ -3,26 +3,19 @@ proposal."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
 
-from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import (
     OPTIONS,
     DraftLmOptions,
     DsparkOptions,
-    Eagle3Options,
     MedusaOptions,
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.states.medusa import Medusa
 from draftsmith.drafters.states.mlp import Mlp
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.suffix import Suffix
-from draftsmith.drafters.text.text_first import TextFirst
-from draftsmith.drafters.weights import ReadBytes, TellsReads, weight_bytes
+from draftsmith.drafters.weights import ReadBytes
 
 FLOAT = 4
 SIZES = {
@@ -72,28 +65,3 @@ def test_heads_and_recurrent_steps_read_what_is_theirs(target: Target) -> None:
     step = FLOAT * (size * size + 2 * size + table)
     for tied in (True, False):
         assert Mlp(target, inner_size=size, num_predict=3, tied=tied).read_bytes() == (0, step)
-
-
-def test_a_draft_lm_without_a_plain_head_is_told_too(target: Target, tiny_target) -> None:
-    """Its soft cap keeps it from being trained; tied weights are read as the head, not as the
-    embedding."""
-    draft = checkpoint.load(Path(tiny_target("gemma2")), target)
-    assert draft.read_bytes() == (
-        0,
-        sum(weight.numel() * weight.element_size() for weight in draft.parameters()),
-    )
-
-
-def test_text_reads_nothing_and_beside_a_draft_says_nothing(target: Target) -> None:
-    text = Suffix()
-    assert text.read_bytes() == (0, 0)
-    beside = TextFirst(FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0), text)
-    assert not isinstance(beside, TellsReads) and isinstance(beside.model, TellsReads)
-
-
-def test_a_shared_weight_counts_once() -> None:
-    head = torch.nn.Linear(3, 5, bias=False)
-    embedding = torch.nn.Embedding(5, 3)
-    head.weight = embedding.weight
-    assert weight_bytes([embedding]) == 0
-    assert weight_bytes([embedding, head], head.weight, head.weight) == FLOAT * 15

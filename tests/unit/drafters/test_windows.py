@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from draftsmith.drafters import checkpoint
 from draftsmith.drafters.draft_shape import windows_config, windows_in
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import OPTIONS
@@ -65,38 +63,6 @@ def test_a_draft_sees_its_window_and_no_more(
             assert last == LENGTH - 1
         else:
             assert changed + window - 1 <= last <= changed + window - 1 + depth
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES_OF_ONE_LAYER)
-def test_texts_in_one_row_have_windows_of_their_own(family: str, target: Target) -> None:
-    drafter = create(family, target)
-    batch = batch_of(drafter, target)
-    cut = 133
-    segments = (torch.arange(LENGTH) >= cut).long()[None]
-    packed = list(drafter.unroll(batch_of(drafter, target, segments=segments)))
-    alone = UnrollBatch(
-        input_ids=batch.input_ids[:, cut:], attention_mask=batch.attention_mask[:, cut:],
-        taps=None if batch.taps is None else batch.taps[:, cut:], num_steps=DEPTHS,
-    )  # fmt: skip
-    for one, two in zip(packed, drafter.unroll(alone), strict=True):
-        valid = two.valid[0]
-        torch.testing.assert_close(one.hidden[0, cut:][valid], two.hidden[0][valid])
-
-
-@pytest.mark.parametrize("family", FAMILIES_OF_ONE_LAYER)
-def test_a_checkpoint_keeps_the_window_and_an_older_one_has_none(
-    family: str, target: Target, tmp_path: Path
-) -> None:
-    drafter, open_one = create(family, target), create(family, target, None)
-    checkpoint.save(drafter, tmp_path / "new", target)
-    checkpoint.save(open_one, tmp_path / "old", target)
-    assert "sliding_window" not in (tmp_path / "old" / "config.json").read_text()
-    for made, name in ((drafter, "new"), (open_one, "old")):
-        again = checkpoint.load(tmp_path / name, target)
-        batch = batch_of(drafter, target)
-        for one, two in zip(made.unroll(batch), again.unroll(batch), strict=True):
-            torch.testing.assert_close(one.hidden, two.hidden)
 
 
 def test_windows_stand_in_a_config_as_vllm_reads_them() -> None:

@@ -20,7 +20,6 @@ from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import (
     DynamicTree,
-    FixedTree,
     SampledShape,
     SampledTree,
     TreeShape,
@@ -29,7 +28,6 @@ from draftsmith.kernels.attention import paged as paged_attention
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.pool import PagedPool, PassLayout, Scoring, slots_of
 from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer, GraphRoom
-from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from tests.device_traffic import ReplayingGraph, StandInCapturer, Traffic
 from tests.small_drafts import small_draft
@@ -182,22 +180,6 @@ def test_a_call_takes_one_message_from_the_host_at_any_k(
         assert counts[1] <= 21 and counts[3] - counts[1] <= 2 * 2
 
 
-def test_the_only_message_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU reads page-locked memory by itself."""
-    sent_as = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: sent_as.append("pinned") or self)
-    monkeypatch.setattr(
-        torch.Tensor,
-        "to",
-        lambda self, device, non_blocking=False: (
-            sent_as.append((device.type, non_blocking)) or self
-        ),
-    )
-    parts = sent(torch.device("cuda"), [1, 2], torch.tensor([3]), [])
-    assert sent_as == ["pinned", ("cuda", True)]
-    assert [part.tolist() for part in parts] == [[1, 2], [3], []]
-
-
 @pytest.mark.parametrize(
     "kind", [TREES[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in TREES[1:])]
 )
@@ -215,17 +197,6 @@ def test_a_tree_takes_one_message_from_the_host(
             proposal = drafter.propose_tree(inputs, shape)
         assert len(traffic.uploads) == 1 and not traffic.looks
         assert proposal.parents is not None and proposal.tokens.device.type == "meta"
-
-
-def test_a_tree_of_given_choices_takes_one_message_from_the_host(
-    tiny_target: Callable[..., str],
-) -> None:
-    target = Target.load(tiny_target("llama"), dtype=torch.float32)
-    drafter = to_meta(small_draft("medusa", target), target)
-    inputs = inputs_for(drafter, target, (3, 0, 5), (6, 0, 4), GREEDY, None)
-    with torch.no_grad(), Traffic().counted() as traffic:
-        drafter.propose_tree(inputs, FixedTree(choices=((0,), (0, 0), (1,), (0, 1), (0, 0, 0))))
-    assert len(traffic.uploads) == 1 and not traffic.looks
 
 
 def test_a_look_would_be_noticed(tiny_target: Callable[..., str]) -> None:
@@ -405,19 +376,6 @@ def test_a_shape_without_memory_is_left_out(
         proposal = drafter.propose(inputs_for(drafter, target, starts, k, GREEDY, pool))
         assert proposal.lengths.tolist() == k
     assert capturer.num_graphs == 2 and not capturer.broken
-    assert caplog.text.count("no memory") == 1
-
-
-def test_levels_narrower_than_one_without_memory_have_graphs(
-    target: Target, caplog: pytest.LogCaptureFixture
-) -> None:
-    drafter, shape = small_draft("eagle3 subset", target), BRANCHED[0]
-    pool, capturer = new_pool(drafter, target), CountedCapturer(Full())
-    drafter.capture(room_of(pool, capturer))
-    for budget in (12, 5, 12, 5):
-        inputs = inputs_for(drafter, target, (3, 0), (budget, budget), GREEDY, pool)
-        drafter.propose_tree(inputs, shape)
-    assert capturer.num_graphs == 1 and not capturer.broken
     assert caplog.text.count("no memory") == 1
 
 

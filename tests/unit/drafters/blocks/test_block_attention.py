@@ -172,25 +172,6 @@ def test_compiled_flex_attention_gives_those_of_a_dense_mask(
     assert len(asked) == 3 + own_context
 
 
-@pytest.mark.parametrize("way", ["flex", "dense", "recomputed"], indirect=True)
-def test_only_fused_attention_reads_the_bounds_of_texts(
-    way: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That waits for the device."""
-    asked = []
-    true = block_unroll.spans_of
-    monkeypatch.setattr(block_unroll, "spans_of", lambda *given: asked.append(1) or true(*given))
-    check(states(80, 0, own_context=False), SEGMENTS, 0, 20, causal=True)
-    assert not asked
-
-
-def test_without_another_form_scores_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_unroll, "can_fuse", lambda query, value: False)
-    recomputed = memory_of_length(512, None)
-    monkeypatch.setattr(block_unroll, "LONG", 512)
-    assert recomputed.peak < 0.6 * memory_of_length(512, None).peak
-
-
 @pytest.mark.parametrize("window", [None, 20])
 def test_blocks_may_see_all_of_themselves(window: int | None, way: None) -> None:
     check(states(80, 37, own_context=False), SEGMENTS, 37, window, causal=False)

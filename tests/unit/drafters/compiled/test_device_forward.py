@@ -1,28 +1,23 @@
-"""A captured forward of Triton steps gives what the model gives, in a quarter of the launches; its
-kernels run interpreted on a CPU."""
+"""A captured forward of Triton steps gives what the model gives; its kernels run interpreted on a
+CPU."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.drafters.compiled import captured as captured_module
 from draftsmith.drafters.compiled import device_rewrite
-from draftsmith.drafters.compiled.captured import Replay, capture_lm, steps_for
-from draftsmith.drafters.compiled.device_rewrite import JoinedLinear
-from draftsmith.drafters.target.attention import register
+from draftsmith.drafters.compiled.captured import capture_lm, steps_for
 from draftsmith.drafters.target.target import FINAL, Target
-from draftsmith.kernels.attention import paged_triton
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.attention.tiles import DeviceLimits
 from draftsmith.kernels.products.row_steps_triton import normalise
-from tests.interpreted import READ, Launches, members_looked_up_once, rounding_to_nearest
+from tests.interpreted import members_looked_up_once, rounding_to_nearest
 
 pytestmark = pytest.mark.skipif(
     os.environ["TRITON_INTERPRET"] == "0", reason="kernels are not interpreted here"
@@ -110,61 +105,6 @@ def test_other_contexts_are_given_rotated_keys(tiny_target) -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def launches(target: Target) -> Launches:
-    """Of a verification pass of 6 tokens behind a context that the device splits."""
-    pool, count = target.new_pool(num_blocks=64, block_size=16), 6
-    positions, table = torch.arange(600, 600 + count), torch.arange(64)[None]
-    found = Launches()
-    with torch.no_grad(), found.counting():
-        context = PagedPass(pool, table, positions, torch.tensor([count]), impl="triton")
-        target.forward(positions[None] % 7, positions[None], context, torch.tensor([count - 1]), ())
-    return found
-
-
-@pytest.fixture
-def of_layers(tiny_target, monkeypatch) -> Callable[..., Target]:
-    monkeypatch.setattr(paged_triton, "limits_of", lambda device: DeviceLimits(132, 227 * 1024))
-
-    def target(arch: str, num_layers: int, *, captured: bool) -> Target:
-        config = AutoConfig.from_pretrained(tiny_target(arch))
-        config.num_hidden_layers = num_layers
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=register())
-        found = Target(model.to(torch.bfloat16).eval(), arch)
-        if captured:
-            capture_lm(found, impl="triton")
-            assert found.captured
-        return found
-
-    return target
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("arch", "most", "most_beside", "fewest_own"),
-    [("llama", 9, 15, 40), ("qwen3", 9, 15, 56), ("gemma2", 11, 19, 59)],
-)
-def test_a_layer_is_nine_launches(of_layers, arch, most, most_beside, fewest_own, capsys) -> None:
-    counts = {
-        captured: [launches(of_layers(arch, layers, captured=captured)) for layers in (1, 3)]
-        for captured in (False, True)
-    }
-    own, fused = ((more.total - fewer.total) / 2 for fewer, more in counts.values())
-    beside = [fewer.total - a_layer for (fewer, _), a_layer in zip(counts.values(), (own, fused))]
-    with capsys.disabled():
-        print(f"\n{arch}: {own:g} launches a layer and {beside[0]:g} beside without a capture, "
-              f"{fused:g} and {beside[1]:g} with one")  # fmt: skip
-    assert fused <= most and own >= fewest_own
-    assert beside[1] < beside[0] and beside[1] <= most_beside
-
-
-def test_a_graph_can_hold_the_pass(of_layers) -> None:
-    """Nothing is read back, and no size depends on a value."""
-    counts = launches(of_layers("llama", 2, captured=True)).counts
-    assert not [name for name in counts if name in READ]
-    assert counts["triton _rotate"] == 2 and "index_copy" not in counts
-
-
 def test_a_wrong_step_is_not_used_and_said_once(tiny_target, monkeypatch, caplog) -> None:
     def wrong(*arguments):
         return 1.1 * normalise(*arguments)
@@ -201,47 +141,3 @@ def test_no_weight_is_held_twice_and_those_written_in_place_count_at_once(tiny_t
         own = everything(target)
     for one, other in zip(found, own, strict=True):
         torch.testing.assert_close(one, other, atol=4e-5, rtol=1e-5)
-
-
-@torch.no_grad()
-def test_joined_layers_are_the_layers() -> None:
-    generator = torch.Generator().manual_seed(0)
-    layers = [torch.nn.Linear(16, size, bias=size != 8) for size in (8, 24, 4)]
-    joined = JoinedLinear([layer.weight for layer in layers], [layer.bias for layer in layers])
-    rows = torch.randn(2, 3, 16, generator=generator)
-
-    def check() -> None:
-        for found, layer in zip(joined(rows), layers, strict=True):
-            torch.testing.assert_close(found, layer(rows))
-
-    check()
-    for layer in layers:
-        layer.load_state_dict({name: value + 1 for name, value in layer.state_dict().items()})
-    check()
-    # Other memory counts after a refresh, the same one makes no copy.
-    whole = joined._weight
-    joined.refresh()
-    assert joined._weight is whole
-    again = JoinedLinear([layer.weight for layer in layers], [None] * 3)
-    assert again._weight.data_ptr() == whole.data_ptr()
-    layers[1].weight.data = torch.randn(24, 16, generator=generator)
-    layers[2].bias.data = torch.randn(4, generator=generator)
-    joined.refresh()
-    check()
-
-
-@torch.no_grad()
-def test_a_weight_that_is_read_twice_stays_where_it_is() -> None:
-    layers = [torch.nn.Linear(16, 16) for _ in range(3)]
-    place = layers[0].weight.data_ptr()
-
-    def forward(rows: torch.Tensor, context: object) -> list[torch.Tensor]:
-        first = layers[0](rows)
-        return [first, layers[1](rows), layers[2](rows), layers[0](first)]
-
-    replay = Replay(forward, [torch.zeros(1, 7, 16)], steps="triton")
-    rows = torch.randn(1, 3, 16)
-    for found, expected in zip(replay(rows), forward(rows, None), strict=True):
-        torch.testing.assert_close(found, expected)
-    assert layers[0].weight.data_ptr() == place
-    assert layers[1].weight.untyped_storage().nbytes() == 2 * 16 * 16 * 4

@@ -13,10 +13,8 @@ from draftsmith.drafters.compiled.packed_linear import (
     KERNEL,
     PACKED,
     PLAIN,
-    WIDENED,
     GatedLinear,
     PackedLinear,
-    padded_rows,
 )
 from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products.few_rows import MOST_ROWS, few_rows
@@ -42,24 +40,6 @@ def test_rows_of_any_number_equal_plain_layers(shape: tuple[int, ...]) -> None:
         ]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_few_numbers_of_rows_reach_the_library() -> None:
-    """It keeps kernels for each: memory would grow with every length of prompt."""
-    met = {padded_rows(count) for count in range(1, 513)}
-    assert len(met) == 29 and all(padded_rows(count) >= count for count in range(1, 513))
-    assert [padded_rows(count) for count in (1, 16, 17, 64, 65, 512)] == [1, 16, 24, 64, 128, 512]
-
-
-def test_rows_that_need_no_padding_are_not_copied() -> None:
-    packed, multiplied = PackedLinear([torch.ones(8, 24)], [None]), []
-    multiply = packed._multiply
-    packed._multiply = lambda rows: multiplied.append(rows) or multiply(rows)  # type: ignore
-    for count, same in ((128, True), (65, False), (192, True)):
-        rows = torch.ones(1, count, 24)
-        with torch.inference_mode():
-            packed(rows)
-        assert (multiplied[-1].data_ptr() == rows.data_ptr()) is same
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,16 +86,6 @@ def test_a_gated_layer_is_the_gate_of_its_products(copies: int) -> None:
                 torch.testing.assert_close(found, expected[:, :count], rtol=1e-4, atol=1e-4)
 
 
-@needs_compiler
-def test_few_rows_do_not_reach_the_library() -> None:
-    packed = PackedLinear([torch.ones(8, 24)], [None])
-    packed._multiply = None  # type: ignore[assignment,method-assign]
-    with torch.inference_mode():
-        packed(torch.ones(MOST_ROWS, 24))
-        with pytest.raises(TypeError):
-            packed(torch.ones(MOST_ROWS + 1, 24))
-
-
 def preferring(way: str, folder: Path) -> Choices:
     return Choices(folder, lambda name, run: 1.0 if name == way else 2.0)
 
@@ -143,43 +113,6 @@ def test_the_fastest_way_multiplies_many_rows(tmp_path: Path, way: str, gated: b
         assert all(map(torch.equal, few, make()(rows[:, :5])))
     is_kernels = all(torch.equal(one[:, :5], other) for one, other in zip(found, few, strict=True))
     assert is_kernels or way != KERNEL
-
-
-@needs_compiler
-@pytest.mark.parametrize("way", [PLAIN, KERNEL, WIDENED])
-def test_narrow_types_have_one_way_more(tmp_path: Path, way: str) -> None:
-    weight = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
-    linear = PackedLinear([weight], [None], pass_bytes=ENOUGH, choices=preferring(way, tmp_path))
-    assert linear.way == way and linear._packed is None
-    rows = torch.randn(MOST_ROWS + 3, 24).bfloat16()
-    with torch.inference_mode():
-        (found,) = linear(rows)
-    exact = rows.double() @ weight.double().T
-    assert (found.double() - exact).norm() / exact.norm() < 2.0**-8
-
-
-@needs_compiler
-def test_memory_for_one_copy_is_not_spent_on_two(tmp_path: Path) -> None:
-    linear = PackedLinear(
-        [torch.ones(8, 24)],
-        [None],
-        copies=1,
-        pass_bytes=ENOUGH,
-        choices=preferring(PACKED, tmp_path),
-    )
-    assert linear.way == PLAIN and linear._packed is None
-
-
-@needs_compiler
-def test_memory_for_one_copy_is_spent_on_few_rows() -> None:
-    weights, bias = [torch.randn(8, 24), torch.randn(16, 24)], torch.randn(16)
-    packed = PackedLinear(weights, [None, bias], copies=1)
-    assert packed._packed is None
-    rows = torch.randn(MOST_ROWS + 1, 24)
-    with torch.inference_mode():
-        found = packed(rows)
-    for one, weight, offset in zip(found, weights, (None, bias), strict=True):
-        torch.testing.assert_close(one, torch.nn.functional.linear(rows, weight, offset))
 
 
 def test_without_a_compiler_all_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
-"""A feature head of Triton steps gives what its own forward gives, in fewer launches; the kernels
-run interpreted on a CPU."""
+"""A feature head of Triton steps gives what its own forward gives; the kernels run interpreted on a
+CPU."""
 
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,18 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.compiled import captured as captured_module
 from draftsmith.drafters.compiled import device_rewrite
 from draftsmith.drafters.heads import feature_head
 from draftsmith.drafters.heads.feature_head import FeatureHead
 from draftsmith.drafters.options import Eagle1Options, Eagle3Options, MtpOptions, PeagleOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.attention import paged_triton
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.tiles import DeviceLimits
-from draftsmith.kernels.products.row_steps_triton import normalise
-from tests.interpreted import READ, Launches, members_looked_up_once, rounding_to_nearest
+from tests.interpreted import members_looked_up_once, rounding_to_nearest
 
 pytestmark = pytest.mark.skipif(
     os.environ["TRITON_INTERPRET"] == "0", reason="kernels are not interpreted here"
@@ -124,57 +119,6 @@ def test_half_precision_rounds_as_the_head_does(
         for those in (fused, own)
     ]
     assert errors[0] <= 1.05 * errors[1]
-
-
-def launches(head: FeatureHead) -> Launches:
-    """Of a drafting step of 3 rows behind contexts that the device splits, with its logits."""
-    dtype = head.head_weight().dtype
-    pool = head.new_pool(200, 16, torch.device("cpu"), dtype)
-    positions, lengths = torch.tensor([600, 500, 300]), torch.ones(3, dtype=torch.int64)
-    states = torch.ones(3, head.head_weight().shape[1], dtype=dtype)
-    found = Launches()
-    with torch.no_grad(), found.counting():
-        context = PagedPass(pool, torch.arange(192).view(3, 64), positions, lengths, impl="triton")
-        head.draft_logits(head.read_ragged(states, states, context).head_input)
-    return found
-
-
-# Launches of a step: own forward, captured one.
-STEPS = {"eagle3": (69, 22), "mtp": (80, 26)}
-
-
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.long)])
-def test_a_step_takes_fewer_launches(
-    kind: str,
-    head: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    as_on_cuda(monkeypatch)
-    monkeypatch.setattr(paged_triton, "limits_of", lambda device: DeviceLimits(132, 227 * 1024))
-    made = head(kind, torch.bfloat16)
-    own = launches(made)
-    made.capture_forward()
-    fused = launches(made)
-    with capsys.disabled():
-        print(f"\n{kind}: {own.total} launches a step, captured {fused.total}")
-    assert (own.total, fused.total) == STEPS[kind]
-    # A graph can hold it: nothing is read back, and no size depends on a value.
-    assert not [name for name in fused.counts if name in READ]
-
-
-def test_a_wrong_step_is_not_used_and_said_once(
-    head: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    as_on_cuda(monkeypatch)
-    monkeypatch.setattr(device_rewrite, "normalise", lambda *arguments: 1.1 * normalise(*arguments))
-    made = head("eagle3", torch.float32)
-    with caplog.at_level(logging.WARNING, logger=captured_module.__name__):
-        made.capture_forward()
-    assert made._captured is None
-    assert len(caplog.records) == 1 and "differs from the model's own" in caplog.text
 
 
 def test_a_head_of_another_type_is_left_as_it_is(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.peagle import Peagle
 from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.options import PeagleOptions
@@ -86,16 +85,6 @@ def test_slots_are_eagle3_steps_over_mask_inputs(drafter, target):
                 proposal.logits[0, depth].softmax(-1), distribution, atol=1e-5, rtol=1e-4
             )
     assert depth == K - 1
-
-
-@torch.no_grad()
-def test_a_round_is_one_pass(drafter, target, monkeypatch):
-    passes = []
-    monkeypatch.setattr(
-        drafter, "step", lambda *inputs: passes.append(1) or Eagle3.step(drafter, *inputs)
-    )
-    assert propose(drafter, target, [5, 6, 7, 8], K).lengths.tolist() == [K]
-    assert len(passes) == 1
 
 
 @torch.no_grad()

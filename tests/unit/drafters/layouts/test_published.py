@@ -14,12 +14,9 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from tests.draft_variants import EAGLE3, VARIANTS, eagle3
 from tests.first_rounds import first_round
-from tests.published_drafts import LAYOUTS, Layout, eagle3_reference, snowflake
+from tests.published_drafts import LAYOUTS, PAGE, Layout, eagle3_reference, page, snowflake
 from tests.unrolled import unrolled_logits
 
-each_layout = pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *VARIANTS], ids=lambda layout: layout.name
-)
 TARGET_DTYPE = torch.float64
 K = 3
 TEXT = torch.randint(3, 288, (13,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -30,10 +27,11 @@ def propose(drafter: TrainedDrafter, target: Target) -> Proposal:
 
 
 @torch.no_grad()
-@each_layout
+@pytest.mark.parametrize("layout", [*LAYOUTS, *VARIANTS], ids=lambda layout: layout.name)
 def test_a_published_draft_follows_its_formula(
     layout: Layout, target: Target, tmp_path: Path
 ) -> None:
+    """Unrolled for training too, and saved as it was read."""
     made = layout.make(target)
     made.write(tmp_path / "draft")
     drafter = checkpoint.load(tmp_path / "draft", target)
@@ -49,23 +47,12 @@ def test_a_published_draft_follows_its_formula(
     torch.testing.assert_close(
         q[:, ids].log_softmax(-1), expected.log_softmax(-1), rtol=1e-4, atol=1e-4
     )
+    unrolled = unrolled_logits(drafter, target, TEXT, drafted).double()
+    torch.testing.assert_close(unrolled.log_softmax(-1), q.log_softmax(-1), rtol=1e-4, atol=1e-4)
     checkpoint.save(drafter, tmp_path / "again", target)
     again = propose(checkpoint.load(tmp_path / "again", target), target)
     assert again.tokens.tolist() == proposal.tokens.tolist()
     torch.testing.assert_close(again.logits, proposal.logits)
-
-
-@torch.no_grad()
-@each_layout
-def test_a_published_draft_unrolls_as_it_drafts(
-    layout: Layout, target: Target, tmp_path: Path
-) -> None:
-    layout.make(target).write(tmp_path)
-    drafter = checkpoint.load(tmp_path, target)
-    proposal = propose(drafter, target)
-    logits = unrolled_logits(drafter, target, TEXT, proposal.tokens[0].tolist()).double()
-    q = proposal.logits[0].double()
-    torch.testing.assert_close(logits.log_softmax(-1), q.log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in EAGLE3 if name != "plain"])
@@ -83,3 +70,7 @@ def test_an_lstm_speculator_is_refused(target: Target, tmp_path: Path) -> None:
     made.write(tmp_path)
     with pytest.raises(UserError, match=r"has method='sum_lstm'.*use a draft with sum_rnn"):
         checkpoint.load(tmp_path, target)
+
+
+def test_the_page_of_drafts_has_every_layout() -> None:
+    assert PAGE.read_text() == page()

@@ -10,9 +10,8 @@ import torch
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import Proposal
-from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MedusaOptions, MlpOptions
-from draftsmith.drafters.registry import FAMILIES, family_of
+from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.states.medusa import Medusa
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -62,29 +61,6 @@ def test_a_new_medusa_says_what_the_target_says(target):
     text = [5, 9, 40, 7, 30]
     said = int(target.head(final_state(target, text)).argmax())
     assert draft_greedily(drafter, target, text, 2).tokens[0, 0] == said
-
-
-@pytest.mark.parametrize(
-    ("config", "family"),
-    [
-        ({"medusa_num_heads": 3}, "medusa"),
-        ({"model_type": "medusa", "architectures": ["MedusaModel"]}, "medusa"),
-        ({"model_type": "mlp_speculator"}, "mlp"),
-        ({"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama"}, "eagle1"),
-        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "eagle3"),
-        ({"architectures": ["LlamaForCausalLMEagle3"], "mask_token_id": 5}, "p-eagle"),
-        ({"architectures": ["PEagleDraftModel"]}, "p-eagle"),
-        ({"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}, "mtp"),
-        ({"model_type": "glm4_moe", "num_nextn_predict_layers": 1}, "mtp"),
-        ({"model_type": "glm4_moe", "num_nextn_predict_layers": 0}, "draft-lm"),
-        ({"architectures": ["DFlashDraftModel"]}, "dflash"),
-        ({"architectures": ["Qwen3DSparkModel"]}, "dspark"),
-        ({"model_type": "llama"}, "draft-lm"),
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "draft-lm"),
-    ],
-)
-def test_families_are_known_by_their_configuration(config, family, tmp_path):
-    assert family_of(DraftFolder(tmp_path, config)) == family
 
 
 @pytest.mark.parametrize(

@@ -13,59 +13,12 @@ from safetensors.torch import load_file
 from transformers.core_model_loading import MergeModulelist
 
 from draftsmith.drafters.target.load import load_model
-from draftsmith.drafters.target.offload import (
-    Converted,
-    LayerFiles,
-    device_map,
-    weights_here,
-    weights_of_hooks,
-)
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 
 
 def opened(folder: str) -> Any:
     return load_model(folder, trust_remote_code=False, dtype=torch.float32, offload="disk")
-
-
-def test_experts_are_joined_when_they_are_read_and_not_before(
-    tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny_target("mixtral")
-    whole = load_model(folder, trust_remote_code=False, dtype=torch.float32)
-    read: list[str] = []
-    own_read = LayerFiles._read
-
-    def noted(self: LayerFiles, key: str, name: str, device: str) -> torch.Tensor:
-        read.extend([key] if device != "meta" else [])
-        return own_read(self, key, name, device)
-
-    monkeypatch.setattr(LayerFiles, "_read", noted)
-    held = sorted(Path(folder).rglob("*"))
-    model = opened(folder)
-    assert read == [] and type(model) is type(whole)
-    experts = model.model.layers[1].mlp.experts
-    joined = whole.model.layers[1].mlp.experts
-    assert all(own.is_meta for own in experts.parameters())
-    with weights_here(experts):
-        assert torch.equal(experts.gate_up_proj, joined.gate_up_proj)
-        assert torch.equal(experts.down_proj, joined.down_proj)
-    assert len(read) == 3 * model.config.num_local_experts
-    assert {key.split(".")[2] for key in read} == {"1"}
-    assert all(own.is_meta for own in experts.parameters())
-    assert sorted(Path(folder).rglob("*")) == held, "no second copy of the weights"
-
-
-def test_files_without_conversions_are_read_as_they_are(tiny_target: Callable[..., str]) -> None:
-    plain, mixed = (opened(tiny_target(kind)) for kind in ("llama", "mixtral"))
-    found = [{type(one.dataset) for one in weights_of_hooks(model)} for model in (plain, mixed)]
-    assert Converted not in found[0] and found[1] == {Converted}
-    places = device_map(plain, "cpu", "disk")
-    assert places["model.layers"] == "disk" and set(places.values()) == {"cpu", "disk"}
-    assert all(
-        any(name == place or name.startswith(f"{place}.") for place in places)
-        for name, _ in plain.named_parameters()
-    )
 
 
 def test_a_conversion_that_cannot_be_made_alone_is_refused(

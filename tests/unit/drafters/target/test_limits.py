@@ -59,28 +59,6 @@ FOUND: dict[str, tuple[dict[str, Any], tuple[str, int] | None]] = {
     ),
     "none": ({}, None),
     "nothing said": ({"rope_parameters": None}, None),
-    "default": ({"rope_parameters": PLAIN}, None),
-    "linear": ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, None),
-    "yarn": (
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 8.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-        None,
-    ),
-    "llama3": (
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-        None,
-    ),
 }
 
 

@@ -10,24 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    ConversionOps,
-    Interleave,
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-)
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.options import DraftLmOptions
-from draftsmith.drafters.target import load
 from draftsmith.drafters.target.load import (
     build_model,
-    can_prepare,
     load_config,
     load_end_ids,
     load_model,
@@ -132,37 +121,3 @@ def test_answers_end_as_the_first_readable_file_says(tiny_target, tmp_path, text
     (folder / "generation_config.json").write_text(text)
     ends = load_end_ids(folder, trust_remote_code=False)
     assert ends == ((7,) if "7" in text else (0,))
-
-
-@pytest.mark.parametrize(
-    ("operations", "by_rows"),
-    [
-        ([MergeModulelist(0), Concatenate(1)], True),
-        ([Chunk(1)], True),
-        ([Transpose(1, 2)], True),
-        ([Concatenate(0)], False),
-        ([Concatenate(-1)], False),
-        ([Chunk(0)], False),
-        ([MergeModulelist(1)], False),
-        ([MergeModulelist(0), Concatenate(0)], False),
-        ([Transpose(0, 1)], False),
-        ([Transpose(1, 2, check_dims=True)], False),  # of a part's shape, which is no model's
-        ([Interleave(1)], False),  # of a class that nobody has looked at
-    ],
-)
-def test_tensors_joined_along_their_rows_are_not_read_in_parts(
-    operations: list[ConversionOps],
-    by_rows: bool,
-    tiny_target: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    converter = WeightConverter("a.weight", "b.weight", operations=operations)
-    monkeypatch.setattr(load, "get_model_conversion_mapping", lambda model: [converter])
-    folder, prepared = tiny_target("llama"), []
-    assert can_prepare(folder, trust_remote_code=False) == by_rows
-    if not by_rows:
-        with pytest.raises(UserError, match=r"cannot be read in parts.*; load it whole$"):
-            load_model(folder, trust_remote_code=False, prepare=prepared.append)
-    else:
-        load_model(folder, trust_remote_code=False, prepare=prepared.append)
-    assert len(prepared) == by_rows

@@ -19,7 +19,6 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import Chunk
 
-LENGTH = 24
 SHAPE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -101,35 +100,6 @@ def save_tiny(model_type: str, changes: dict[str, Any], folder) -> None:
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", SERVED)
-def test_served_in_place(model_type, tmp_path):
-    """Paged in pieces and plain, against transformers' eager attention, over texts longer than any
-    window."""
-    save_tiny(model_type, SERVED[model_type], tmp_path)
-    target = Target.load(tmp_path, dtype=torch.float32)
-    eager = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    ids = torch.randint(
-        SHAPE["vocab_size"], (1, LENGTH), generator=torch.Generator().manual_seed(1)
-    )
-    expected = eager(ids, use_cache=False).logits[0]
-    pool, table = (
-        target.new_pool(6, 4),
-        torch.randperm(6, generator=torch.Generator().manual_seed(2))[None],
-    )
-    pieces = []
-    for part in torch.arange(LENGTH).split(5):
-        context = PagedPass(pool, table, part, torch.tensor([len(part)]))
-        pieces.append(
-            target.forward(ids[:, part], part[None], context, torch.arange(len(part))).logits
-        )
-    torch.testing.assert_close(torch.cat(pieces), expected, atol=5e-5, rtol=1e-4)
-    hidden = target.states(ids, torch.ones_like(ids), ())[1]
-    torch.testing.assert_close(target.head(hidden)[0], expected, atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rope", ROPES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -73,38 +72,6 @@ def test_the_whole_of_a_long_text_is_searched():
     generator = np.random.default_rng(0)
     history = [1, 2, 3, *generator.integers(10, 1000, 32_768).tolist(), 1, 2]
     assert drafted(Ngram(min_n=2), history, 1) == [3]
-
-
-def test_a_growing_text_is_read_once():
-    """Round by round as the engine calls it: the same drafts as of the whole text, and a round of
-    131,072 tokens costs a small part of reading them."""
-    drafter, history = Ngram(min_n=1, max_n=3), np.random.default_rng(1).integers(0, 9, 60).tolist()
-    for length in range(1, len(history)):
-        proposal = propose(drafter, [history[:length]], [4], names=["growing"])
-        found = proposal.tokens[0, : proposal.lengths[0]].tolist()
-        assert found == plain_search(history[:length], 1, 3, 4)
-    drafter.finished("growing", history)
-    assert not drafter._texts
-    history = np.random.default_rng(1).integers(0, 50_000, 131_072).tolist()
-    propose(drafter, [history], [4], names=["long"])
-    seconds = []
-    for _ in range(9):
-        history.append(7)
-        begun_s = time.thread_time()
-        propose(drafter, [history], [4], names=["long"])
-        seconds.append(time.thread_time() - begun_s)
-    begun_s = time.thread_time()
-    np.asarray(history, dtype=np.int32)
-    assert min(seconds) < (time.thread_time() - begun_s) / 2
-
-
-def test_long_histories_are_cheap():
-    """The worst case, one token over and over: well under the time of a forward pass."""
-    drafter, history = Ngram(min_n=1, max_n=8), [5] * 100_000
-    begun_s = time.thread_time()
-    for _ in range(5):
-        drafted(drafter, history, 4)
-    assert (time.thread_time() - begun_s) / 5 < 0.05
 
 
 @pytest.mark.parametrize(("min_n", "max_n"), [(0, 2), (3, 2)])

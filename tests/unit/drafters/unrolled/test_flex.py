@@ -23,23 +23,6 @@ def fresh() -> Iterator[None]:
     flex._limit_reached.clear()
 
 
-@pytest.mark.parametrize(
-    ("device", "width", "value_width", "can"),
-    [
-        ("cuda", 16, 16, True),
-        ("cuda", 8, 16, False),
-        ("cuda", 64, 8, False),
-        ("cpu", 64, 64, False),
-    ],
-)
-def test_heads_of_16_and_more_on_a_cuda_device(
-    device: str, width: int, value_width: int, can: bool
-) -> None:
-    with FakeTensorMode():
-        query, value = (torch.empty(1, 2, 4, one, device=device) for one in (width, value_width))
-    assert flex.can_flex(query, value) == can
-
-
 def test_one_variant_too_many_ends_it_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
