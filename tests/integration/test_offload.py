@@ -153,39 +153,8 @@ def test_a_draft_learns_and_is_measured_as_by_a_target_in_memory(
     assert found[0] == found[1]
 
 
-def test_stored_states_are_those_of_a_target_in_memory(target_folder: str, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    pairs = [{"prompt": f"def f{n}(a):", "completion": f" return a + {n}"} for n in range(4)]
-    prompts.write_text("\n".join(map(json.dumps, pairs)))
-    kept = GenerateOptions(
-        target=target_folder, prompts=str(prompts), out=str(tmp_path / "here"), dtype="float32",
-        keep_answers=True, store_taps="bf16", top_logprobs=4,
-    )  # fmt: skip
-    there = replace(kept, out=str(tmp_path / "there"), target_offload="disk")
-    for one in (kept, there):
-        generate.run(one, none_written)
-    states = [sorted(Path(one.out).glob("taps-*.safetensors")) for one in (kept, there)]
-    assert states[0] and len(states[0]) == len(states[1])
-    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(*states, strict=True))
-
-
 def none_written(*_: object) -> Any:
     raise AssertionError("answers are kept")
-
-
-@pytest.mark.long
-def test_a_learner_learns_what_it_learns_by_a_target_in_memory(loop: Callable[..., Any]) -> None:
-    made = loop("eagle3")
-    made.serve(24)
-    learn = replace(made.config.learn, steps=4)
-    here = replace(made.config, gate=replace(made.config.gate, requests=2), learn=learn)
-    there = replace(here, target_offload="disk", versions=str(made.root / "there"))
-    for config in (here, there):
-        distill.run(config)
-    one, other = (made.state(Path(config.versions))["candidate"] for config in (here, there))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    begun = made.draft.state_dict()
-    assert any(not torch.equal(one[name], begun[name]) for name in one), "nothing was learned"
 
 
 @pytest.mark.parametrize(

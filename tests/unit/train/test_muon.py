@@ -3,8 +3,6 @@ comes back."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given
@@ -68,21 +66,6 @@ def test_one_schedule_moves_both_learning_rates():
     train(module, both, range(1))
     schedule.step()
     assert [group["lr"] for part in both.parts for group in part.param_groups] == [5e-3] * 3
-
-
-def test_a_resumed_optimizer_goes_on_to_the_bit():
-    straight, resumed, forgetful = draft(), draft(), draft()
-    both = optimizer(straight)
-    train(straight, both, range(3))
-    resumed.load_state_dict(straight.state_dict())
-    forgetful.load_state_dict(straight.state_dict())
-    again = optimizer(resumed)
-    again.load_state_dict(copy.deepcopy(both.state_dict()))
-    for module, own in ((straight, both), (resumed, again), (forgetful, optimizer(forgetful))):
-        train(module, own, range(3, 6))
-    for name, weight in straight.state_dict().items():
-        assert torch.equal(weight, resumed.state_dict()[name])
-        assert not torch.equal(weight, forgetful.state_dict()[name])
 
 
 def test_a_draft_without_a_matrix_is_refused():

@@ -64,7 +64,14 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     [
         pytest.param("eagle3", {"on_policy": OWN}, marks=pytest.mark.long),
         ("draft-lm", {"on_policy": replace(OWN, share=1.0), "accumulate": 2, "mean": "sample"}),
-        ("mtp", {"unroll": UnrollConfig(noise=0.1, weights="d-pace")}),
+        (
+            "mtp",
+            {
+                "unroll": UnrollConfig(noise=0.1, weights="d-pace"),
+                "packing": True,
+                "max_length": 64,
+            },
+        ),
     ],
 )
 def test_a_resumed_run_is_the_straight_one_to_the_bit(family: str, changes: dict, configure):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from draftsmith.config import build, merge, read_yaml
-from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.target.device import placement_of
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
@@ -42,17 +41,6 @@ def test_recipe_is_read_and_resolved(recipe, tmp_path):
     )
     arguments = training_arguments(config, placement_of("float32"), folder=tmp_path, max_steps=10)
     assert arguments.learning_rate == config.optim.lr
-
-
-@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda recipe: recipe.stem)
-def test_a_recipe_of_another_family_is_refused_where_it_speaks_of_it(recipe):
-    other = "mtp" if family_of(recipe) != "mtp" else "eagle3"
-    config = config_of(recipe, family=other)
-    known = {field.name for field in dataclasses.fields(OPTIONS[other])}
-    if read_yaml(recipe).get("draft", {}).keys() <= known:
-        return resolve.check(config)
-    with pytest.raises(UserError, match=f"is none of family '{other}'"):
-        resolve.check(config)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

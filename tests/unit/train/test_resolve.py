@@ -9,7 +9,7 @@ from draftsmith.config import to_dict
 from draftsmith.drafters.options import DraftOptions, Eagle3Options
 from draftsmith.errors import UserError
 from draftsmith.train import resolve
-from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
+from draftsmith.train.config import OnPolicyConfig, OptimConfig, TrainConfig, UnrollConfig
 
 
 def config(family: str = "eagle3", **changes: object) -> TrainConfig:
@@ -141,6 +141,12 @@ def test_a_divergence_that_is_none_is_named_before_anything_loads():
         ({"optim": OptimConfig(max_grad_norm=-1.0)}, "option 'optim.max_grad_norm' is -1.0"),
         ({"unroll": UnrollConfig(decay=-1.0)}, "option 'unroll.decay' is -1.0"),
         ({"unroll": UnrollConfig(steps=0)}, "option 'unroll.steps' is 0"),
+        ({"on_policy": OnPolicyConfig(share=1.5)}, "on_policy.share"),
+        ({"on_policy": OnPolicyConfig(refresh=0)}, "on_policy.refresh"),
+        ({"on_policy": OnPolicyConfig(k=0)}, "on_policy.k"),
+        ({"on_policy": OnPolicyConfig(positions=())}, "on_policy.positions"),
+        ({"on_policy": OnPolicyConfig(later_rejected=-1.0)}, "on_policy.later_rejected"),
+        ({"on_policy": OnPolicyConfig(temperature=-0.5)}, "on_policy.temperature"),
     ],
 )
 def test_numbers_that_no_run_could_use_are_refused_before_anything_loads(changes, said):

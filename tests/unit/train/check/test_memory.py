@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from draftsmith.cli import main
 from draftsmith.drafters import checkpoint
@@ -34,17 +32,6 @@ from draftsmith.train.check.memory import (
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-@given(st.integers(0, 100), st.lists(st.integers(1, 100), min_size=1, max_size=9))
-def test_memory_of_a_device_is_bounded_by_the_whole(beside: int, layers: list[int]) -> None:
-    parts = Parts(beside, tuple(layers))
-    assert parts.on_device() == parts.whole == beside + sum(layers)
-    offloaded = parts.on_device(offload="cpu")
-    assert offloaded == beside + max(layers) <= parts.whole
-    assert parts.on_device(offload="disk") == offloaded, "nothing is converted"
-    assert parts.on_device(shares=64) >= offloaded, "the next layer is gathered beside it"
-    assert parts.on_device(shares=4) <= parts.on_device(shares=2)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "mixtral"])
@@ -76,23 +63,6 @@ def test_what_is_converted_counts_twice_where_files_are_read(
     peak = max(layer + more for layer, more in zip(parts.layers, twice, strict=True))
     assert parts.on_device(offload="disk") == parts.beside + peak
     assert parts.on_device(offload="cpu") == parts.beside + max(parts.layers)
-
-
-def test_memory_of_a_share_counts_the_layers_that_are_whole(
-    tiny_target: Callable[..., str],
-) -> None:
-    parts = parts_of(Target.load(tiny_target("llama")).model)
-    two = parts.on_device(shares=2)
-    assert two == parts.whole - sum(parts.layers) / 2 + sum(sorted(parts.layers)[-2:])
-    assert parts.on_device(shares=4) < two
-
-
-def test_an_offload_that_fits_by_half_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = Parts(10, (20,) * 8, (18,) * 8)
-    need = "give --target-offload"
-    for room, device, says in ((48, CPU, False), (49, CPU, True), (31, CUDA, True)):
-        machine(monkeypatch, room, 500)
-        assert (need in ways_to_fit(parts, device)) is says
 
 
 BROKEN = "raise TypeError('of its own')\n"

@@ -8,7 +8,6 @@ import torch
 from draftsmith.drafters.interface import TextBatch, UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.objective import unrolled_loss as objective
 from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
@@ -98,38 +97,6 @@ def test_another_divergence_is_weighted_alike(target, table_drafter):
     assert unrolled.sums.divergence.tolist() == pytest.approx(
         (unrolled.sums.weight - unrolled.sums.alpha).tolist()
     )
-
-
-def test_the_heads_gradient_is_held_once_for_all_steps(target, table_drafter, monkeypatch):
-    calls = []
-    honest = objective.divergence
-    monkeypatch.setattr(
-        objective,
-        "divergence",
-        lambda *args, **options: calls.append(1) or honest(*args, **options),
-    )
-    unrolled_loss(
-        table_drafter(288).double(),
-        LiveSource(target),
-        text(),
-        num_steps=4,
-        weighting=Exponential(0.7),
-    )
-    assert calls == [1]
-
-
-def test_the_targets_head_reads_a_position_once_for_all_steps(target, table_drafter, monkeypatch):
-    rows, head = [], target.head
-    monkeypatch.setattr(target, "head", lambda hidden: rows.append(len(hidden)) or head(hidden))
-    batch = text()
-    unrolled_loss(
-        table_drafter(288).double(),
-        LiveSource(target),
-        batch,
-        num_steps=3,
-        weighting=Exponential(0.7),
-    )
-    assert rows == [int((batch.weights[:, 2:] > 0).sum())]
 
 
 def test_a_shift_by_one_would_be_seen(target, table_drafter):

@@ -226,24 +226,6 @@ def test_the_weighted_loss_and_its_gradient_equal_the_plain_computation(
     assert abs(alike.total.item() - expected.item()) > 1e-3
 
 
-@pytest.mark.parametrize("name", [*ADAPTIVE, "uniform", "exponential"])
-def test_texts_apart_add_up_to_texts_together(name, target, table_drafter):
-    """No weight depends on what else is in a batch, so accumulation and ranks change nothing."""
-    drafter, batch, weighting = table_drafter(288).double(), text(1), step_weighting(name, 0.8)
-
-    def total(rows: slice) -> float:
-        part = TextBatch(
-            input_ids=batch.input_ids[rows],
-            attention_mask=batch.attention_mask[rows],
-            weights=batch.weights[rows],
-        )
-        return unrolled_loss(
-            drafter, LiveSource(target), part, num_steps=DEPTHS, weighting=weighting
-        ).total.item()
-
-    assert total(slice(0, 2)) == pytest.approx(total(slice(0, 1)) + total(slice(1, 2)), rel=1e-12)
-
-
 @pytest.mark.parametrize("family", ["eagle3", "draft-lm", "medusa"])
 @pytest.mark.parametrize("name", ADAPTIVE)
 def test_packed_texts_weigh_what_they_weigh_apart(name, family, target):

@@ -70,24 +70,6 @@ def test_they_are_those_of_the_targets_logits(target: Target) -> None:
         assert (found.tail[ends] == 1).all()
 
 
-def test_the_batch_after_the_one_that_was_read_is_asked_for_and_taken_once(
-    target: Target,
-) -> None:
-    stand_in = StandIn(target)
-    logprobs = source(stand_in)
-    texts = [batch(IDS), batch(IDS + 3), batch(IDS + 6)]
-    wanted = [read(logprobs, text) for text in texts]
-    stand_in.asked.clear()
-    logprobs.announce(texts)
-    found = [read(logprobs, text) for text in texts]
-    assert stand_in.asked == [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
-    logprobs.announce(texts[:2])
-    read(logprobs, texts[0])
-    other = read(logprobs, texts[2])  # not what was asked for
-    for ours, theirs in zip([*found, other], [*wanted, wanted[2]], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 class Failing(StandIn):
     """Answers completions with `status` while there is one."""
 
