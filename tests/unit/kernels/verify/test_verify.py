@@ -140,9 +140,7 @@ def test_rows_without_drafts_and_an_empty_batch(verify: Verify) -> None:
     assert verify(torch.zeros(0, 9), *empty).tokens.shape == (0, 4)
 
 
-@pytest.mark.parametrize(
-    "dtype, size", [(torch.bfloat16, 7), (torch.bfloat16, 130), (torch.float16, 45)]
-)
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 130), (torch.float16, 45)])
 def test_narrow_and_strided_logits_are_read_as_they_are(
     verify: Verify, dtype: torch.dtype, size: int
 ) -> None:

@@ -259,9 +259,7 @@ def test_a_last_sibling_of_next_to_no_mass(verify: Verify) -> None:
     assert (verdict.tokens[verdict.accepted == 0, 0] == 2).all() and (verdict.accepted == 0).any()
 
 
-@pytest.mark.parametrize(
-    "dtype, size", [(torch.bfloat16, 7), (torch.bfloat16, 130), (torch.float16, 45)]
-)
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 130), (torch.float16, 45)])
 def test_narrow_and_strided_logits_are_read_as_they_are(
     verify: Verify, dtype: torch.dtype, size: int
 ) -> None:
