@@ -253,7 +253,8 @@ def test_a_target_spread_over_two_processes_trains_alike(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("killed", "recipe"), [(0, None), (1, "zero2")])
+@pytest.mark.parametrize("recipe", [None, "zero2"])
+@pytest.mark.parametrize("killed", [0, 1])
 def test_all_end_with_one_that_is_killed(killed, recipe, train, tmp_path):
     sharding = () if recipe is None else ("--deepspeed", str(ROOT / f"recipes/{recipe}.json"))
     run = train("killed", *SHORT_FLAGS, "--steps", "100000", *sharding, processes=2)
@@ -270,10 +271,9 @@ def test_all_end_with_one_that_is_killed(killed, recipe, train, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("stage", "counts"),
-    [(1, (2, 2)), (2, (1, 2)), (2, (2, 1)), (3, (1, 2)), (3, (2, 1))],
-    ids=lambda value: " to ".join(map(str, value)) if isinstance(value, tuple) else f"{value}",
+    "counts", [(1, 2), (2, 1), (2, 2)], ids=["one to two", "two to one", "two to two"]
 )
 def test_a_deepspeed_run_goes_on_with_any_number_of_processes(
     counts, stage, train, tmp_path, one_process
