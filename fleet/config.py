@@ -14,8 +14,6 @@ from draftsmith.config import (
     PORT,
     SECONDS,
     SHARE,
-    TOP,
-    Limits,
     option,
 )
 from draftsmith.drafters.config import TRUST_HELP
@@ -131,16 +129,6 @@ class ObserveConfig:
     )
     engine: str = option("", "name of the server in records, for a buffer of several")
     share: float = option(1.0, "of the requests that are recorded", limits=SHARE)
-    enrich: str = option(
-        "none",
-        "also request token ids, or token ids and logprobs, and take them out of the answer again",
-        choices=("none", "tokens", "logprobs"),
-    )
-    top_logprobs: int = option(
-        20,
-        "how many with --enrich logprobs; vLLM --max-logprobs bounds it",
-        limits=Limits(1, TOP, "[]"),
-    )
     api_key: str | None = option(None, f"of the proxy's own requests: {API_KEY_HELP}")
     defaults: DefaultSampling = option(
         help="sampling of requests that name none", factory=DefaultSampling

@@ -397,7 +397,7 @@ class Rollouts:
             **sampling.shared,
         )
         self._count += 1
-        for record in records_of(tokens, None, (), head, adjusts=sampling.adjusts):
+        for record in records_of(tokens, None, head, adjusts=sampling.adjusts):
             self.sink.put(record)
         self.recorded += 1
 

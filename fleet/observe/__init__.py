@@ -8,7 +8,6 @@ Files in reading order:
   thread that makes records
 - `endpoints`: endpoints whose traffic is read, and answers from their bytes
 - `rounds`: tokens, sampling and round records of an answer
-- `enrich`: fields added to a request, their removal from the answer, and the proof of it
 
 Other chapters import none of it but `rounds`.
 """

@@ -17,7 +17,6 @@ from draftsmith.config import check_limits
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import ObserveConfig
-from draftsmith.fleet.observe.enrich import EngineProbe, Enrichment, client
 from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters, ProxyRecorder
 from draftsmith.fleet.observe.proxy import Proxy
 from draftsmith.lock import sigterm_ends
@@ -44,9 +43,8 @@ def run(config: ObserveConfig) -> int:
         )
         closing.callback(lambda: logger.info("%s", counters.line()))
         closing.callback(recorder.close)
-        enrichment = enriched(config, url, closing)
         show(config, counters, closing)
-        observer = Observer(config, counters, lambda: recorder.sink.share, recorder.put, enrichment)
+        observer = Observer(config, counters, lambda: recorder.sink.share, recorder.put)
         host, port = listener.getsockname()[:2]
         logger.info("http://%s:%d stands in front of %s", host, port, url)
         proxy = server(Proxy(url, observer))
@@ -114,17 +112,6 @@ def answers_of(config: ObserveConfig) -> ChatAnswers | None:
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(config.target, trust_remote_code=trust)
     return ChatAnswers(tokenizer, load_end_ids(config.target, trust_remote_code=trust))
-
-
-def enriched(config: ObserveConfig, url: str, closing: ExitStack) -> Enrichment | None:
-    if config.enrich == "none":
-        return None
-    enrichment = Enrichment()
-    top = config.top_logprobs if config.enrich == "logprobs" else None
-    probe = EngineProbe(client(url, config.api_key), enrichment, top=top)
-    probe.start()
-    closing.callback(probe.close)
-    return enrichment
 
 
 def show(config: ObserveConfig, counters: ProxyCounters, closing: ExitStack) -> None:

@@ -6,27 +6,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from draftsmith.chat_answers import AnswerTokenizer
 from draftsmith.chats import conversation_of, rendered, source_of
 
 Body = Mapping[str, Any]
-# As vLLM and `draftsmith serve` name tokens under return_tokens_as_token_ids.
-BY_ID = re.compile(r"token_id:(\d+)\Z")
 BETWEEN = re.compile(rb"\r?\n\r?\n")
 ENDS = re.compile(rb"\r\n|\r|\n")
 DONE = b"[DONE]"
-
-
-class Entry(NamedTuple):
-    """Logprobs at one token of an answer."""
-
-    token: int
-    logprob: float
-    top: dict[int, float]  # logprobs by token
 
 
 class Endpoint(Protocol):
@@ -42,12 +31,6 @@ class Endpoint(Protocol):
 
     def text(self, choice: Body) -> str | None:
         """Text of a choice or of its piece; None where it is not all that was generated."""
-        ...
-
-    def entries(self, logprobs: Body) -> list[Entry]: ...
-
-    def logprob_fields(self, top: int) -> dict[str, Any]:
-        """Fields of a request for `top` logprobs a token."""
         ...
 
 
@@ -73,16 +56,6 @@ class Completions:
 
     def text(self, choice: Body) -> str | None:
         return choice.get("text") or ""
-
-    def entries(self, logprobs: Body) -> list[Entry]:
-        rows = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"])
-        return [
-            Entry(by_id(token), logprob, {by_id(one): value for one, value in (top or {}).items()})
-            for token, logprob, top in rows
-        ]
-
-    def logprob_fields(self, top: int) -> dict[str, Any]:
-        return {"logprobs": top}
 
 
 class Chat:
@@ -113,27 +86,6 @@ class Chat:
             return None
         return message.get("content") or ""
 
-    def entries(self, logprobs: Body) -> list[Entry]:
-        return [
-            Entry(
-                by_id(one["token"]),
-                one["logprob"],
-                {by_id(other["token"]): other["logprob"] for other in one["top_logprobs"]},
-            )
-            for one in logprobs["content"] or ()
-        ]
-
-    def logprob_fields(self, top: int) -> dict[str, Any]:
-        return {"logprobs": True, "top_logprobs": top}
-
-
-def by_id(token: str) -> int:
-    """Raises `ValueError` for a token that is named by its text, which several tokens may share."""
-    found = BY_ID.match(token)
-    if found is None:
-        raise ValueError(f"token {token!r} is not named by its id")
-    return int(found[1])
-
 
 ENDPOINTS: dict[str, Endpoint] = {one.path: one for one in (Completions(), Chat())}
 
@@ -155,7 +107,6 @@ class ObservedAnswer:
     report: Mapping[str, Any] = field(default_factory=dict)  # of drafted and accepted tokens
     drafted: int = 0  # in all, where the report has no steps
     accepted: int = 0
-    entries: list[Entry] = field(default_factory=list)
     num_choices: int = 0
 
     def add(self, endpoint: Endpoint, body: Mapping[str, Any]) -> None:
@@ -171,7 +122,10 @@ class ObservedAnswer:
             self.text += text or ""
             self.finish = choice.get("finish_reason") or self.finish
             self.stop_reason = choice.get("stop_reason") or self.stop_reason
-            self._add_tokens(endpoint, body, choice)
+            prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
+            self.prompt_ids = self.prompt_ids or prompt
+            if choice.get("token_ids") is not None:
+                self.token_ids = [*(self.token_ids or ()), *choice["token_ids"]]
 
     def _add_counts(self, body: Mapping[str, Any]) -> None:
         usage = body.get("usage") or {}
@@ -186,18 +140,6 @@ class ObservedAnswer:
         self.accepted = (
             timings.get("draft_n_accepted") or self.report.get(accepted) or self.accepted
         )
-
-    def _add_tokens(
-        self, endpoint: Endpoint, body: Mapping[str, Any], choice: Mapping[str, Any]
-    ) -> None:
-        prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
-        self.prompt_ids = self.prompt_ids or prompt
-        if choice.get("token_ids") is not None:
-            self.token_ids = [*(self.token_ids or ()), *choice["token_ids"]]
-        if logprobs := choice.get("logprobs"):
-            # The client's own have tokens by their texts.
-            with suppress(KeyError, TypeError, ValueError):
-                self.entries += endpoint.entries(logprobs)
 
 
 def read_answer(endpoint: Endpoint, data: bytes, *, is_stream: bool) -> ObservedAnswer:

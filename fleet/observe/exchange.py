@@ -22,7 +22,6 @@ from draftsmith.client import bearer
 from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.engine import FALSE, EngineRequestOptions, request_options
 from draftsmith.fleet.observe.endpoints import ENDPOINTS, Endpoint, ObservedAnswer, read_answer
-from draftsmith.fleet.observe.enrich import Editing, Enrichment
 from draftsmith.fleet.observe.rounds import (
     ObservedSampling,
     Unknown,
@@ -49,10 +48,8 @@ class Observer:
         counters: ProxyCounters,
         share: Callable[[], float],
         finished: Callable[[Exchange], None],
-        enrichment: Enrichment | None = None,
     ):
         self.config, self.counters, self.share, self.finished = config, counters, share, finished
-        self.enrichment = enrichment
         self._random = random.Random()
 
     def exchange(
@@ -94,50 +91,33 @@ class Exchange:
         self.is_stream = False
         self.status = 0
         self.coding = "identity"
-        self._added: frozenset[str] = frozenset()
         self._is_wanted = False
         self._is_over = False
 
-    def begin(self, body: bytes) -> bytes | None:
-        """Reads a request; returns the enriched one, None where it is to be sent as it is."""
+    def begin(self, body: bytes) -> None:
+        """Reads a request."""
         try:
-            return self._begun(body)
+            self._begin(json.loads(body))
         except Exception:
             # Whatever a client sends is the server's to refuse.
-            self._is_wanted, self._added = False, frozenset()
-            return None
+            self._is_wanted = False
 
-    def _begun(self, body: bytes) -> bytes | None:
-        request = json.loads(body)
+    def _begin(self, request: Any) -> None:
         if not isinstance(request, dict):
-            return None
+            return
         self.request = request
         extra = request.get("vllm_xargs")
         options = request_options(extra if isinstance(extra, dict) else None)
         share = self.observer.chosen_share(options)
         if share is None:
-            return None
+            return
         self.share, self._is_wanted = share, True
         self.request_class = options.request_class or str(request.get("request_class") or "")
-        if self.observer.enrichment is None:
-            return None
-        added = self.observer.enrichment.fields(self.endpoint, request)
-        self._added = frozenset(added)
-        return json.dumps({**request, **added}).encode() if added else None
 
-    def plain(self) -> None:
-        """The server refused what was added; the request was sent as it is."""
-        self.observer.counters.refused_enrichments += 1
-        self._added = frozenset()
-
-    def answer_begins(self, status: int, headers: httpx.Headers) -> Editing | None:
-        """Editing that restores the answer of an enriched request; None where nothing was added."""
+    def answer_begins(self, status: int, headers: httpx.Headers) -> None:
         self.status = status
         self.is_stream = "text/event-stream" in headers.get("content-type", "")
         self.coding = headers.get("content-encoding", "identity")
-        if not self._added or self.observer.enrichment is None:
-            return None
-        return self.observer.enrichment.editing(self.endpoint, self._added, self.is_stream)
 
     def seen(self, piece: bytes) -> None:
         """A piece of the answer as the server sent it."""
@@ -172,9 +152,7 @@ class ProxyCounters:
     drafted: int = 0  # tokens, as the server counts them
     accepted: int = 0
     with_steps: int = 0  # answers whose rounds are known
-    with_logprobs: int = 0
     dropped: int = 0  # answers that recording was too slow for
-    refused_enrichments: int = 0
     left_out: Counter[str] = field(default_factory=Counter)  # answers, by reason
 
     def leave_out(self, reason: str) -> None:
@@ -184,8 +162,7 @@ class ProxyCounters:
         drafted = f", acceptance {self.accepted / self.drafted:.3f}" if self.drafted else ""
         return (
             f"{self.requests} requests, {self.answers} recorded ({self.with_steps} with their "
-            f"rounds, {self.with_logprobs} with logprobs), {self.left_out.total()} left out, "
-            f"{self.dropped} dropped{drafted}"
+            f"rounds), {self.left_out.total()} left out, {self.dropped} dropped{drafted}"
         )
 
     def collect(self) -> Iterator[Metric]:
@@ -268,7 +245,7 @@ class ProxyRecorder:
         sampling = sampling_of(request, self.config.defaults)
         steps = steps_of(answer.report, len(tokens.answer))
         head = self._head(exchange, answer, sampling)
-        for record in records_of(tokens, steps, answer.entries, head, adjusts=sampling.adjusts):
+        for record in records_of(tokens, steps, head, adjusts=sampling.adjusts):
             self.sink.put(record)
         self._count(answer, len(tokens.answer), has_steps=steps is not None)
 
@@ -295,7 +272,6 @@ class ProxyRecorder:
         counters.drafted += answer.drafted
         counters.accepted += answer.accepted
         counters.with_steps += has_steps
-        counters.with_logprobs += bool(answer.entries)
 
 
 class Models:

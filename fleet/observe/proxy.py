@@ -124,15 +124,22 @@ class Proxy:
             if not upload.is_read.is_set():
                 await self._hand_on(scope, joined(begun, upload.pieces()), send)
             else:
-                await self._exchanged(scope, begun, exchange, send)
+                exchange.begin(begun)
+                await self._hand_on(scope, begun, send, exchange)
         except Disconnected:
             return
         finally:
             if exchange is not None:
                 exchange.close()
 
-    async def _hand_on(self, scope: Scope, body: AsyncIterator[bytes] | None, send: Send) -> None:
-        """Request and answer as they come, unread."""
+    async def _hand_on(
+        self,
+        scope: Scope,
+        body: AsyncIterator[bytes] | bytes | None,
+        send: Send,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Request and answer as they come; `exchange` is shown a copy of the answer."""
         headers = handed_on(scope["headers"])
         try:
             response = await self._ask(scope, headers, body)
@@ -140,63 +147,20 @@ class Proxy:
             await refuse(send, self.url, error)
             return
         try:
-            await send(start_of(response, answered(response)))
+            if exchange is not None:
+                exchange.answer_begins(response.status_code, response.headers)
+            await send(start_of(response))
             async for piece in pieces_of(response):
+                if exchange is not None:
+                    exchange.seen(piece)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
+            if exchange is not None:
+                exchange.end()
         except httpx.TransportError:
             return  # the answer stays unfinished, which breaks the client's connection off too
         finally:
             await response.aclose()
-
-    async def _exchanged(self, scope: Scope, body: bytes, exchange: Exchange, send: Send) -> None:
-        """A request that is read, and perhaps enriched. A refused enrichment is sent again as the
-        client wrote it: nothing was generated."""
-        try:
-            enriched = exchange.begin(body)
-            headers = handed_on(scope["headers"])
-            if enriched is None:
-                response = await self._ask(scope, headers, body)
-            else:
-                response = await self._ask(scope, without_coding(headers, len(enriched)), enriched)
-                if response.status_code >= 400:
-                    await response.aclose()
-                    exchange.plain()
-                    response = await self._ask(scope, headers, body)
-        except httpx.TransportError as error:
-            await refuse(send, self.url, error)
-            return
-        try:
-            await self._pass_back(response, exchange, send)
-        except httpx.TransportError:
-            return
-        finally:
-            await response.aclose()
-
-    async def _pass_back(self, response: httpx.Response, exchange: Exchange, send: Send) -> None:
-        headers = answered(response)
-        editing = exchange.answer_begins(response.status_code, response.headers)
-        if not editing:
-            await send(start_of(response, headers))
-            async for piece in pieces_of(response):
-                exchange.seen(piece)
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        elif editing.is_stream:
-            await send(start_of(response, headers))
-            async for piece in pieces_of(response):
-                exchange.seen(piece)
-                if edited := editing.piece(piece):
-                    await send({"type": "http.response.body", "body": edited, "more_body": True})
-            rest = editing.rest()
-            await send({"type": "http.response.body", "body": rest, "more_body": True})
-        else:
-            whole = b"".join([piece async for piece in pieces_of(response)])
-            exchange.seen(whole)
-            edited = editing.whole(whole)
-            await send(start_of(response, with_length(headers, len(edited))))
-            await send({"type": "http.response.body", "body": edited, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-        exchange.end()
 
     async def _ask(
         self, scope: Scope, headers: Headers, body: AsyncIterator[bytes] | bytes | None
@@ -233,21 +197,14 @@ async def pieces_of(response: httpx.Response) -> AsyncIterator[bytes]:
         yield piece
 
 
-def start_of(response: httpx.Response, headers: Headers) -> Message:
-    return {
-        "type": "http.response.start",
-        "status": response.status_code,
-        "headers": headers,
-    }
+def start_of(response: httpx.Response) -> Message:
+    headers = _of_message((name.lower(), value) for name, value in response.headers.raw)
+    return {"type": "http.response.start", "status": response.status_code, "headers": headers}
 
 
 def handed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Headers of a request without those of its connection; the server is its host."""
     return [pair for pair in _of_message(headers) if pair[0] != b"host"]
-
-
-def answered(response: httpx.Response) -> Headers:
-    return _of_message((name.lower(), value) for name, value in response.headers.raw)
 
 
 def _of_message(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
@@ -259,16 +216,6 @@ def _of_message(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
         for one in value.split(b",")
     }
     return [pair for pair in pairs if pair[0] not in OF_CONNECTION | named]
-
-
-def with_length(headers: Headers, length: int) -> Headers:
-    kept = [pair for pair in headers if pair[0] != b"content-length"]
-    return [*kept, (b"content-length", str(length).encode())]
-
-
-def without_coding(headers: Headers, length: int) -> Headers:
-    """A compressed answer could not be restored byte by byte."""
-    return with_length([pair for pair in headers if pair[0] != b"accept-encoding"], length)
 
 
 async def refuse(send: Send, url: httpx.URL, error: Exception) -> None:

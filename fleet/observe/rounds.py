@@ -2,13 +2,12 @@
 
 Tokens are the server's own ids, else those of the target's tokenizer where it is sure to give the
 same. Ids are known of accepted tokens alone: the others of a round are `UNLOGGED`, and q is never
-there. Where an answer's rounds are not known, each of its tokens is a record without drafts: text
-to learn from, and to score at the first depth.
+there; p has no values, which the learner computes. Where an answer's rounds are not known, each of
+its tokens is a record without drafts: text to learn from, and to score at the first depth.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,11 +15,9 @@ from typing import Any, NamedTuple
 
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.fleet.config import DefaultSampling
-from draftsmith.fleet.observe.endpoints import Body, Endpoint, Entry, ObservedAnswer
+from draftsmith.fleet.observe.endpoints import Body, Endpoint, ObservedAnswer
 from draftsmith.record import UNLOGGED, Distribution, RecordHead, RoundRecord, RoundRow
 
-# As servers write a logprob of minus infinity.
-NO_MASS = -9999.0
 # Fields that leave the distribution of the answer's tokens as temperature and filters make it.
 NEUTRAL = frozenset(
     {
@@ -98,20 +95,17 @@ def _in_a_row(drafted: Sequence[int], accepted: Sequence[int], length: int) -> l
 def records_of(
     tokens: TokenCounter,
     steps: Sequence[ObservedStep] | None,
-    entries: Sequence[Entry],
     head: RecordHead,
     *,
     adjusts: bool = False,
 ) -> list[RoundRecord]:
-    """Records of an answer. `entries` are of all its tokens, or empty; `adjusts` as of
-    `ObservedSampling`."""
+    """Records of an answer; `adjusts` as of `ObservedSampling`."""
     text, offset = [*tokens.prompt, *tokens.answer], len(tokens.prompt)
     if steps is None:
         steps = [ObservedStep(at, 0, 0, 1) for at in range(len(tokens.answer))]
     else:
         steps = [step for step in steps if step.drafted]
     undrafted = replace(head, draft_version="", sampler="")
-    distributions = LoggedRounds(tokens.answer, entries, head.temperature)
     records: list[RoundRecord] = []
     recorded = 0
     for step in steps:
@@ -134,41 +128,10 @@ def records_of(
         if not adjusts:
             # Of a fully accepted draft the last token was not drafted.
             reached = min(step.committed, step.accepted + 1, max(1, step.drafted))
-            record.p = [
-                distributions.at(step.begin + depth, accepted=depth < step.accepted)
-                for depth in range(reached)
-            ]
+            record.p = [Distribution([], [], 1.0)] * reached
         records.append(record)
     end = RoundRow(undrafted, len(records), len(text), text[recorded:], last=True)
     return [*records, end.record(time.time())]
-
-
-class LoggedRounds:
-    """Distributions at the tokens of an answer. Without logprobs, and at temperatures whose
-    normaliser they do not give, they hold no values: the learner computes its own."""
-
-    def __init__(self, answer: Sequence[int], entries: Sequence[Entry], temperature: float):
-        is_known = temperature in (0.0, 1.0)
-        of_answer = [entry.token for entry in entries] == list(answer)
-        self.entries = entries if is_known and of_answer else ()
-
-    def at(self, index: int, *, accepted: bool) -> Distribution:
-        if not self.entries:
-            return Distribution([], [], 1.0)
-        entry = self.entries[index]
-        top = sorted(
-            ((value, token) for token, value in entry.top.items() if value > NO_MASS), reverse=True
-        )
-        if top and top[-1][1] == entry.token:
-            # Servers add the emitted token to the likeliest: others may lie between.
-            top.pop()
-        mass = sum(math.exp(value) for value, _ in top)
-        return Distribution(
-            [token for _, token in top],
-            [value for value, _ in top],
-            max(0.0, 1.0 - mass),
-            drafted=entry.logprob if accepted else None,
-        )
 
 
 class TokenCounter(NamedTuple):

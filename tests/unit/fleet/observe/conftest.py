@@ -15,7 +15,6 @@ import uvicorn
 
 from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.observe import command
-from draftsmith.fleet.observe.enrich import Enrichment
 from draftsmith.fleet.observe.exchange import Exchange, Observer, ProxyCounters
 from draftsmith.fleet.observe.proxy import Proxy
 
@@ -48,10 +47,8 @@ class Observed:
 
     def __init__(self, url: str, served: Callable[[Any], str], config: ObserveConfig = CONFIG):
         self.exchanges: list[Exchange] = []
-        self.counters, self.enrichment = ProxyCounters(), Enrichment()
-        observer = Observer(
-            config, self.counters, lambda: 1.0, self.exchanges.append, self.enrichment
-        )
+        self.counters = ProxyCounters()
+        observer = Observer(config, self.counters, lambda: 1.0, self.exchanges.append)
         self.url = served(Proxy(url, observer))
         self.http = httpx.Client(base_url=self.url, timeout=20)
 
@@ -70,15 +67,10 @@ def observed(served: Callable[[Any], str]) -> Iterator[Callable[..., Observed]]:
 
 
 class VllmLike:
-    """Answers of the forms that vLLM 0.32 gives: members that were not asked for are null, a chat's
-    first piece has the prompt's ids, and a piece of a stream without content comes for its ids
-    alone."""
+    """Answers of the forms that vLLM 0.32 gives to `return_token_ids`: a chat's first piece has the
+    prompt's ids, and a piece of a stream without content comes for its ids alone."""
 
     prompt, tokens = [5, 6, 7], [11, 12, 13, 14]
-    max_logprobs = 20
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -94,51 +86,23 @@ class VllmLike:
             if not message.get("more_body"):
                 break
         if scope["path"] == "/v1/models":
-            await answer(send, 200, [json.dumps({"data": [{"id": "m"}]}).encode()])
+            await answer(send, [b'{"data":[{"id":"m"}]}'], "application/json")
             return
         body = json.loads(data)
-        self.bodies.append(body)
         is_chat = scope["path"].endswith("chat/completions")
-        top = body.get("top_logprobs" if is_chat else "logprobs") or 0
-        if top > self.max_logprobs:
-            await answer(send, 400, [b'{"error":{"message":"too many"}}'])
-        elif body.get("stream"):
-            kind = "text/event-stream"
-            await answer(send, 200, self.pieces(body, is_chat), kind)
+        if body.get("stream"):
+            await answer(send, self.pieces(is_chat), "text/event-stream")
         else:
-            await answer(send, 200, [compact(self.whole(body, is_chat)).encode()])
+            await answer(send, [compact(self.whole(is_chat)).encode()], "application/json")
 
-    def ids(self, body: dict[str, Any], tokens: list[int]) -> list[int] | None:
-        return tokens if body.get("return_token_ids") else None
-
-    def logprobs(self, body: dict[str, Any], tokens: list[int], is_chat: bool) -> Any:
-        if not body.get("logprobs"):
-            return None
-        names = [f"token_id:{one}" for one in tokens]
-        tops = [{name: -0.25, "token_id:99": -2.5} for name in names]
-        if not is_chat:
-            return {
-                "text_offset": [0] * len(tokens), "token_logprobs": [-0.25] * len(tokens),
-                "tokens": names, "top_logprobs": tops,
-            }  # fmt: skip
-        entries = [
-            {
-                "token": name, "logprob": -0.25, "bytes": [1],
-                "top_logprobs": [{"token": k, "logprob": v, "bytes": [1]} for k, v in top.items()],
-            }
-            for name, top in zip(names, tops)
-        ]  # fmt: skip
-        return {"content": entries}
-
-    def whole(self, body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    def whole(self, is_chat: bool) -> dict[str, Any]:
         text = "Zwölf “Boxkämpfer”\n" * 3
         said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
         choice = {
-            "index": 0, **said, "logprobs": self.logprobs(body, self.tokens, is_chat),
-            "finish_reason": "length", "stop_reason": None,
-            "token_ids": self.ids(body, self.tokens),
+            "index": 0, **said, "logprobs": None, "finish_reason": "length", "stop_reason": None,
+            "token_ids": self.tokens,
         }  # fmt: skip
-        prompt = {"prompt_token_ids": self.ids(body, self.prompt)}
+        prompt = {"prompt_token_ids": self.prompt}
         if not is_chat:
             choice |= {"prompt_logprobs": None, **prompt}
         report = {
@@ -150,41 +114,36 @@ class VllmLike:
         rest = {"metrics": {"speculative_decoding": report}}
         return {**head, "choices": [choice], "usage": usage} | (prompt if is_chat else {}) | rest
 
-    def pieces(self, body: dict[str, Any], is_chat: bool) -> list[bytes]:
+    def pieces(self, is_chat: bool) -> list[bytes]:
         head = {"id": "cmpl-1f2e", "object": "o", "created": 17, "model": "m"}
         found: list[Any] = []
         if is_chat:
             delta = {"role": "assistant", "content": ""}
             first = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-            prompt = {"prompt_token_ids": self.ids(body, self.prompt)}
-            found.append({**head, "choices": [first], **prompt})
+            found.append({**head, "choices": [first], "prompt_token_ids": self.prompt})
         last = len(self.tokens) - 1
         for at, token in enumerate(self.tokens):
             hidden = is_chat and at == 1  # by a parser
-            if hidden and not body.get("return_token_ids"):
-                continue
             text = f"{token} \u2028\\"
             said: dict[str, Any] = {"delta": {} if hidden else {"content": text}}
             said = said if is_chat else {"text": text}
             choice = {
-                "index": 0, **said, "logprobs": self.logprobs(body, [token], is_chat),
+                "index": 0, **said, "logprobs": None,
                 "finish_reason": "length" if at == last else None,
             }  # fmt: skip
             if not is_chat:
-                choice["prompt_token_ids"] = self.ids(body, self.prompt) if at == 0 else None
-            choice["token_ids"] = self.ids(body, [token])
+                choice["prompt_token_ids"] = self.prompt if at == 0 else None
+            choice["token_ids"] = [token]
             found.append({**head, "choices": [choice]})
         lines = [f"data: {compact(one)}\n\n".encode() for one in found]
         return [b": ping\n\n", *lines, b"data: [DONE]\n\n"]
 
 
-async def answer(
-    send: Any, status: int, pieces: list[bytes], kind: str = "application/json"
-) -> None:
+async def answer(send: Any, pieces: list[bytes], kind: str) -> None:
     headers = [(b"content-type", kind.encode()), (b"x-request-id", b"r-1")]
     if len(pieces) == 1:
         headers.append((b"content-length", str(len(pieces[0])).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     for piece in pieces:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
         await asyncio.sleep(0)
@@ -193,8 +152,3 @@ async def answer(
 
 def compact(body: Any) -> str:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-
-
-@pytest.fixture
-def vllm_like() -> VllmLike:
-    return VllmLike()

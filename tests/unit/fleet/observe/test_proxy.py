@@ -16,9 +16,10 @@ import httpx
 import pytest
 
 from draftsmith.fleet.observe import command
+from draftsmith.fleet.observe.endpoints import ENDPOINTS, read_answer
 from draftsmith.fleet.observe.exchange import Exchange, Observer, ProxyCounters
 from draftsmith.fleet.observe.proxy import Proxy
-from tests.unit.fleet.observe.conftest import CONFIG
+from tests.unit.fleet.observe.conftest import CONFIG, VllmLike
 
 COMPLETION = {"id": "cmpl-1", "model": "m", "choices": [{"text": "b", "finish_reason": "stop"}]}
 PACKED = gzip.compress(b"hello", mtime=0)
@@ -222,6 +223,8 @@ def test_an_answer_that_outlasts_the_end_breaks_off(
     server.drain_s = 0.2
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
+    while not server.started:
+        time.sleep(0.005)
     ending = threading.Timer(0.5, setattr, (server, "should_exit", True))
     ending.start()
     with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
@@ -247,6 +250,20 @@ def test_answers_are_read_as_they_pass(both: tuple[httpx.Client, Any]) -> None:
     exchange = settled(proxy, before + 1)[-1]
     assert json.loads(exchange.answer) == COMPLETION and exchange.request == body
     assert (exchange.request_class, exchange.share) == ("code", 0.999999)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", list(ENDPOINTS))
+def test_ids_of_a_client_that_requests_them_are_read(
+    served: Callable[[Any], str], observed: Callable[..., Any], path: str, is_stream: bool
+) -> None:
+    url, body = served(VllmLike()), {"return_token_ids": True, "stream": is_stream}
+    proxy = observed(url)
+    direct, through = (httpx.post(base + path, json=body) for base in (url, proxy.url))
+    assert (through.headers, through.content) == (direct.headers, direct.content)
+    (exchange,) = settled(proxy, 1)
+    answer = read_answer(exchange.endpoint, bytes(exchange.answer), is_stream=is_stream)
+    assert (answer.prompt_ids, answer.token_ids) == (VllmLike.prompt, VllmLike.tokens)
 
 
 def test_requests_that_opt_out_are_not_read(both: tuple[httpx.Client, Any]) -> None:
