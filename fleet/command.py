@@ -12,10 +12,10 @@ from draftsmith.progress import say_loading
 
 # Loaded with its action: publishing needs what showing does not.
 RUNS = {
-    "status": "draftsmith.fleet.rollout.show:status",
-    "promote": "draftsmith.fleet.rollout.show:promote",
-    "rollback": "draftsmith.fleet.rollout.show:rollback",
-    "publish": "draftsmith.fleet.rollout.command:run",
+    "status": "draftsmith.fleet.store.show:status",
+    "promote": "draftsmith.fleet.store.show:promote",
+    "rollback": "draftsmith.fleet.store.show:rollback",
+    "publish": "draftsmith.fleet.store.publish:run",
 }
 
 

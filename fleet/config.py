@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from draftsmith.client import API_KEY_HELP
 from draftsmith.config import (
     AT_LEAST_1,
-    BELOW_1,
-    INSIDE,
     NOT_NEGATIVE,
     PART,
     PORT,
@@ -20,33 +18,6 @@ from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.train.config import LAYOUTS
 
 ACTIONS = ("status", "promote", "rollback", "publish")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    switch_s: float = option(
-        600.0,
-        "seconds after which an engine of the rollout changes between the two versions",
-        limits=SECONDS,
-    )
-    drop: float = option(0.02, "loss of acceptance that is no reason to go back", limits=BELOW_1)
-    error: float = option(
-        0.05,
-        "chance, at each stage, to withdraw a version that is no worse, or to go on with one that "
-        "is worse by drop",
-        limits=INSIDE,
-    )
-    pairs: int = option(
-        200, "pairs of periods after which the mean decides what is still open", limits=AT_LEAST_1
-    )
-    requests: int = option(
-        4, "requests, in each period of a pair, that the pair counts from", limits=AT_LEAST_1
-    )
-    hold_s: float = option(
-        1800.0,
-        "length of a stage where no records are read (--buffer): engines' own floors decide",
-        limits=NOT_NEGATIVE,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +51,6 @@ class FleetConfig:
         2.0, "for publish: seconds between two looks at the learner's folder", limits=SECONDS
     )
     once: bool = option(False, "for publish: stop when the live version is there")
-    stages: tuple[float, ...] = option(
-        (),
-        "for publish: shares of the engines that try a version first, such as 0.05 0.25; without "
-        "it all engines get it at once",
-        limits=PART,
-    )
-    buffer: str | None = option(
-        None, "for publish: records of the engines, from which a stage is decided"
-    )
-    rollout: RolloutConfig = option(help="how a stage is decided", factory=RolloutConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import threading
 import time
 import uuid
@@ -285,7 +284,6 @@ class BufferReader:
     the records led to, by one rename.
 
     Args:
-        leaves_marks: of its progress, for which writers wait.
         with_taps: records come with the hidden states that they hold.
     """
 
@@ -294,14 +292,13 @@ class BufferReader:
         url: str,
         cursor: Cursor | None = None,
         *,
-        leaves_marks: bool = True,
         with_taps: bool = False,
     ):
         self.folder, self.with_taps = ShardFolder(url), with_taps
         self.cursor: Cursor = dict(cursor or {})
         self.damaged = 0
         self.name = uuid.uuid4().hex[:12]
-        self._marked_s = -LOOK_S if leaves_marks else math.inf
+        self._marked_s = -LOOK_S
         self._failures = 0  # in a row, at the first unread shard
 
     def read(self, *, max_records: int = 4096) -> BufferReading:

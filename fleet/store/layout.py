@@ -2,7 +2,6 @@
 manifest.
 
     current                     number of the live version and a line's end, put last
-    rollout.json                a version on its way to all engines
     engines/ID.json             status of one engine
     v000007/manifest.json       size and sha256 of every other file of the version, put last
     v000007/...                 the checkpoint, as `draftsmith distill` publishes it
@@ -14,21 +13,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from draftsmith.prompts.shares import uniform
-
 CURRENT = "current"
 MANIFEST = "manifest.json"
-ROLLOUT = "rollout.json"
 ENGINES = "engines"
 SCHEMA_VERSION = 1  # of a manifest
-# Another one for another draw of `place_of` or `has_candidate`, which a whole fleet must share.
-ROLLOUT_SCHEMA = 2
 FOLDER = re.compile(r"v(\d{6,})")
 
 
@@ -138,8 +132,7 @@ class EngineStatus:
     tau: float | None = None
     tokens_per_s: float | None = None
     z: float | None = None  # of the losslessness monitor
-    evidence: float | None = None  # log10 of the monitor's, against a lossless engine
-    alarm: bool = False  # the evidence is enough
+    alarm: bool = False  # its evidence against a lossless engine is enough
     refused: Mapping[int, str] = field(default_factory=dict)  # reason by version
     # {"version": ..., "pause_ms": ..., "ok": ...}
     last_swap: Mapping[str, Any] = field(default_factory=dict)
@@ -175,87 +168,3 @@ def finite(value: Any) -> Any:
 def object_of(engine: str) -> str:
     """Name of an engine's status. Ids are often HOST:PORT."""
     return f"{ENGINES}/{quote(engine, safe=':@+=')}.json"
-
-
-class Period(NamedTuple):
-    """One half of a pair of periods."""
-
-    pair: int
-    half: int  # 0 or 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    candidate: int
-    live: int
-    # engines whose hash lies at most there
-    cut: float
-    stages: tuple[float, ...]
-    stage: int = 0
-    switch_s: float = 600.0
-    begun_s: float = 0.0  # of the stage, in seconds since 1970
-    # evidence of the stage and decisions so far, which engines do not read
-    trial: Mapping[str, Any] = field(default_factory=dict)
-    decisions: tuple[Mapping[str, Any], ...] = ()
-    is_over: bool = False
-
-    def to_json(self) -> bytes:
-        return (json.dumps({"schema": ROLLOUT_SCHEMA, **asdict(self)}) + "\n").encode()
-
-    def has(self, engine: str) -> bool:
-        """True for an engine of the part that tries the candidate."""
-        return place_of(engine, self.candidate) <= self.cut
-
-    def period(self, at_s: float) -> Period:
-        number = max(0, int((at_s - self.begun_s) // self.switch_s))
-        return Period(number // 2, number % 2)
-
-    def has_candidate(self, engine: str, period: Period) -> bool:
-        """True where the period is the candidate's half of its pair."""
-        name = f"{self.candidate}/{self.stage}/{engine}/{period.pair}"
-        coin = uniform(name, "rollout") < 0.5
-        return (period.half == 0) == coin
-
-    def version_for(self, engine: str, at_s: float) -> int:
-        if self.is_over or not self.has(engine):
-            return self.live
-        return self.candidate if self.has_candidate(engine, self.period(at_s)) else self.live
-
-
-def parse_rollout(data: bytes) -> Rollout:
-    values = parse_json(data, "rollout.json of the store")
-    schema = values.pop("schema", None)
-    if schema != ROLLOUT_SCHEMA:
-        raise StoreError(
-            f"rollout.json of the store has schema {schema!r} instead of {ROLLOUT_SCHEMA}; promote "
-            "a version, or upgrade the engine"
-        )
-    try:
-        values["stages"] = tuple(float(one) for one in values["stages"])
-        values["decisions"] = tuple(values.get("decisions") or ())
-        read = Rollout(**values)
-        is_good = read.switch_s > 0 and 0 <= read.stage < len(read.stages)
-        is_good = is_good and all(type(one) is int for one in (read.candidate, read.live))
-    except (KeyError, TypeError, ValueError) as error:
-        raise StoreError(
-            f"rollout.json of the store is of another form ({error!r}); promote a version"
-        ) from error
-    if not is_good:
-        raise StoreError(
-            f"rollout.json of the store has stage {read.stage} of {list(read.stages)}, switch_s "
-            f"{read.switch_s}; promote a version"
-        )
-    return read
-
-
-def cut_for(share: float, candidate: int, engines: Iterable[str]) -> float:
-    """Cut below which the share of the `engines` lies, at least one of them: by chance a hash alone
-    may leave a small fleet with none."""
-    places = sorted(place_of(engine, candidate) for engine in engines)
-    return places[max(1, math.ceil(share * len(places))) - 1] if places else share
-
-
-def place_of(engine: str, candidate: int) -> float:
-    """Place of an engine in [0, 1), another one for each candidate, so that no engine has every
-    risk."""
-    return uniform(f"{candidate}/{engine}", "rollout")

@@ -1,5 +1,5 @@
 """Mirror of the learner's versions folder: what it makes live goes to the store, with the engine
-layouts, and becomes the store's `current`, or the candidate of a rollout.
+layouts, and becomes the store's `current`.
 
 Only changes of the learner's `current` are followed: an operator's promotion or rollback of the
 fleet holds until the learner's next one. `publisher.json` of the store remembers how far it went.
@@ -58,8 +58,6 @@ class Mirror:
     """One publisher of one folder; its caller holds the folder's publisher lock.
 
     Args:
-        promote: called for each new live version, again after a kill, and again later where it
-            returns False, as during a rollout; by default the version becomes `current`.
         keep: newest versions that stay in the store, beside those in use.
     """
 
@@ -69,12 +67,11 @@ class Mirror:
         store: VersionStore,
         writer: MirrorWriter,
         *,
-        promote: Callable[[int], bool] | None = None,
         keep: int = 20,
         event: Callable[[str], None] = logger.info,
     ):
         self.root, self.store, self.writer = Path(root), store, writer
-        self.promote, self.keep, self.event = promote or self.make_current, keep, event
+        self.keep, self.event = keep, event
         self.damage = ""  # of the live version, until it is mended or another one is live
 
     def step(self) -> bool:
@@ -90,16 +87,11 @@ class Mirror:
         self._upload_parent(live)
         # Until it is done, so that a kill after the promotion is never taken for the state before.
         self.remember(None)
-        if not self.promote(live):
-            return False
+        self.store.put_current(live)
+        self.event(f"version {live} is live for all engines")
         self.remember(live)
         for version in prune(self.store, self.root, keep=self.keep):
             self.event(f"version {version} is deleted from the store")
-        return True
-
-    def make_current(self, version: int) -> bool:
-        self.store.put_current(version)
-        self.event(f"version {version} is live for all engines")
         return True
 
     def _to_publish(self) -> tuple[int, Path] | None:
@@ -240,9 +232,9 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 
 def prune(store: VersionStore, root: Path, *, keep: int) -> list[int]:
-    """Deletes all versions but the newest `keep`, the live one and its parent, those of a rollout
-    and those that engines serve; also folders without a manifest that the learner will not fill any
-    more. Returns the deleted versions.
+    """Deletes all versions but the newest `keep`, the live one and its parent, and those that
+    engines serve; also folders without a manifest that the learner will not fill any more. Returns
+    the deleted versions.
 
     The caller is the only writer, and uploads nothing meanwhile.
     """
@@ -262,11 +254,9 @@ def prune(store: VersionStore, root: Path, *, keep: int) -> list[int]:
 
 def in_use(store: VersionStore) -> set[int]:
     used: set[int | None] = set()
-    live, rollout = store.current(), store.rollout_or_none()
+    live = store.current()
     if live is not None:
         used |= {live, store.manifest(live).get("parent")}
-    if rollout is not None and not rollout.is_over:
-        used |= {rollout.candidate, rollout.live}
     for engine in store.engines():
         if time.time() - engine.at_s < GONE_S:
             used.add(engine.version)

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from draftsmith.distill.buffer.objects import Objects
 from draftsmith.files import atomic_folder
@@ -20,10 +20,8 @@ from draftsmith.fleet.store.layout import (
     ENGINES,
     FOLDER,
     MANIFEST,
-    ROLLOUT,
     EngineStatus,
     FileMark,
-    Rollout,
     StoreError,
     StoreUnreachable,
     current_bytes,
@@ -32,11 +30,8 @@ from draftsmith.fleet.store.layout import (
     object_of,
     parse_current,
     parse_manifest,
-    parse_rollout,
     parse_status,
 )
-
-T = TypeVar("T")
 
 
 class StoreObjects(Objects):
@@ -71,9 +66,8 @@ class VersionStore:
         *,
         cache: str | Path | None = None,
         sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.time,
     ):
-        self.objects, self.clock = StoreObjects(url, sleep=sleep), clock
+        self.objects = StoreObjects(url, sleep=sleep)
         self._cache = Cache(cache) if cache is not None else None
 
     @property
@@ -87,7 +81,7 @@ class VersionStore:
         return self._cache
 
     def current(self) -> int | None:
-        """The live version, which engines serve that are in no rollout; None before the first."""
+        """The live version, which all engines should serve; None before the first."""
         try:
             return parse_current(self.objects.read(CURRENT))
         except FileNotFoundError:
@@ -129,37 +123,14 @@ class VersionStore:
             # The cache reports a file that is missing as any other difference.
             path.unlink(missing_ok=True)
 
-    def rollout(self) -> Rollout | None:
-        """The rollout as last written, over or not; None without one."""
-        try:
-            return parse_rollout(self.objects.read(ROLLOUT))
-        except FileNotFoundError:
-            return None
-
     def current_or_none(self) -> int | None:
         """As `current`, None also where it cannot be read: writers replace it."""
-        return self._or_none(self.current)
-
-    def rollout_or_none(self) -> Rollout | None:
-        """As `rollout`, None also for one that cannot be read: writers replace it."""
-        return self._or_none(self.rollout)
-
-    @staticmethod
-    def _or_none(read: Callable[[], T | None]) -> T | None:
         try:
-            return read()
+            return self.current()
         except StoreUnreachable:
             raise
         except StoreError:
             return None
-
-    def wanted(self, engine: str) -> int | None:
-        """Version that this engine should serve now: the live one, or the candidate of a rollout
-        in the engine's turn. None before the first version."""
-        current, rollout = self.current(), self.rollout()
-        if rollout is None or rollout.live != current:
-            return current
-        return rollout.version_for(engine, self.clock())
 
     def put_engine(self, status: EngineStatus) -> None:
         self.objects.put(object_of(status.engine), status.to_json())
@@ -175,7 +146,7 @@ class VersionStore:
                 continue
         return sorted(found, key=lambda status: status.engine)
 
-    # Writing: by the publisher, the rollout and an operator's commands.
+    # Writing: by the publisher and an operator's commands.
 
     def put_file(self, version: int, name: str, path: Path) -> None:
         self.objects.upload(path, f"{folder_of(version)}/{name}")
@@ -190,13 +161,9 @@ class VersionStore:
         self.objects.put(f"{folder_of(version)}/{MANIFEST}", data)
 
     def put_current(self, version: int) -> None:
-        """Makes a version live, which ends a rollout. Raises `StoreError` for one that is not
-        whole."""
+        """Makes a version live. Raises `StoreError` for one that is not whole."""
         self.manifest(version)
         self.objects.put(CURRENT, current_bytes(version))
-
-    def put_rollout(self, rollout: Rollout) -> None:
-        self.objects.put(ROLLOUT, rollout.to_json())
 
     def delete(self, version: int) -> None:
         """Deletes a version, its manifest first, so that no reader takes the rest for one."""

@@ -80,7 +80,7 @@ class StoreFollower:
         """One look: give up what fell below the floor, serve the store's, leave a status."""
         if not await self._see():
             return
-        wanted = await asyncio.to_thread(self.store.wanted, self.engine)
+        wanted = await asyncio.to_thread(self.store.current)
         self._judge()
         goal = self.latest_good() if wanted in self.refused else wanted
         if goal is not None and goal != self.version and self._is_due(goal):
@@ -171,7 +171,6 @@ class StoreFollower:
             tau=figures.get("tau"),
             tokens_per_s=self.tokens_per_s,
             z=figures.get("z"),
-            evidence=figures.get("log10_evidence"),
             alarm=bool(figures.get("alarm")),
             refused=dict(self.refused),
             last_swap={}
@@ -262,7 +261,7 @@ def below_floor(
     are none; "" to stay.
 
     The floor is for disasters, `drop` in alpha over so many rounds of each version; small losses
-    are found by the rollout's paired evidence."""
+    are found by the learner's gate."""
     if served.get("alarm"):
         return "acceptance contradicts the logged probabilities: the losslessness monitor alarms"
     if min(served.get("rounds", 0), before.get("rounds", 0)) < rounds:

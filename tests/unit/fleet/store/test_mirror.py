@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from draftsmith.drafters import versions
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
-from draftsmith.fleet.rollout import command
 from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreachable
 from draftsmith.fleet.store.mirror import Damaged, Mirror
+from draftsmith.fleet.store.publish import run
 from draftsmith.fleet.store.store import VersionStore
 
 
@@ -67,10 +67,8 @@ def store(tmp_path: Path) -> VersionStore:
 
 def served(store: VersionStore) -> str | None:
     """Weights that an engine gets now."""
-    wanted = store.wanted("a")
-    return (
-        None if wanted is None else (store.fetch(wanted, "vllm") / "model.safetensors").read_text()
-    )
+    live = store.current()
+    return None if live is None else (store.fetch(live, "vllm") / "model.safetensors").read_text()
 
 
 def test_what_the_learner_makes_live_reaches_engines_with_its_parent(
@@ -182,9 +180,9 @@ def test_publish_outlives_a_folder_without_a_whole_version(
     learn(root, "one")
     (versions.folder_of(root, 1) / "model.safetensors").write_text("torn")
     with pytest.raises(UserError, match="version 1 is corrupt"):
-        command.run(replace(config, once=True))
+        run(replace(config, once=True))
     stop = threading.Event()
-    thread = threading.Thread(target=command.run, args=(config, stop))
+    thread = threading.Thread(target=run, args=(config, stop))
     thread.start()
     try:
         time.sleep(0.2)

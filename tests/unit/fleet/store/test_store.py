@@ -15,17 +15,11 @@ import pytest
 
 from draftsmith.fleet.store import store as store_module
 from draftsmith.fleet.store.layout import (
-    ROLLOUT_SCHEMA,
     EngineStatus,
-    Period,
-    Rollout,
     StoreError,
     StoreUnreachable,
-    cut_for,
     parse_current,
     parse_manifest,
-    parse_rollout,
-    place_of,
 )
 from draftsmith.fleet.store.store import KEPT, VersionStore
 
@@ -60,10 +54,10 @@ def manifest_of(version: int, files: dict[str, bytes]) -> bytes:
 def test_a_version_is_fetched_whole_in_the_layout_that_is_named(
     store: VersionStore, tmp_path: Path
 ) -> None:
-    assert store.current() is None and store.wanted("a") is None and store.engines() == []
+    assert store.current() is None and store.engines() == []
     publish(store, 7, tmp_path, FILES)
     store.put_current(7)
-    assert store.current() == store.wanted("a") == 7 and store.versions() == [7]
+    assert store.current() == 7 and store.versions() == [7]
     assert [path.name for path in store.fetch(7, "vllm").iterdir()] == ["model.safetensors"]
     assert (store.fetch(7, "vllm") / "model.safetensors").read_bytes() == b"v" * 9
     checkpoint = store.fetch(7)
@@ -217,87 +211,6 @@ def test_statuses_of_engines_are_read_back_and_broken_ones_left_out(store: Versi
     assert host == dataclasses.replace(one, z=None)
 
 
-def rollout(**changes: object) -> Rollout:
-    values = {"candidate": 8, "live": 7, "cut": 0.25, "stages": (0.25, 1.0), "switch_s": 10.0}
-    return Rollout(**{**values, "begun_s": 1000.0, **changes})  # type: ignore[arg-type]
-
-
-def test_engines_of_the_part_alternate_in_random_order_and_others_stay() -> None:
-    one, engines = rollout(), [f"engine-{number}" for number in range(400)]
-    tried = [engine for engine in engines if one.has(engine)]
-    assert 60 < len(tried) < 140
-    for engine in engines:
-        pairs = [
-            [one.version_for(engine, 1000.0 + 10 * (2 * pair + half)) for half in (0, 1)]
-            for pair in range(12)
-        ]
-        if engine in tried:
-            assert all(sorted(pair) == [7, 8] for pair in pairs), "each pair has both, once"
-        else:
-            assert all(pair == [7, 7] for pair in pairs)
-    first = [one.version_for(engine, 1000.0) for engine in tried]
-    assert 0.3 < first.count(8) / len(first) < 0.7
-    # A larger stage holds the engines of the smaller one; another candidate tries on others.
-    larger = dataclasses.replace(one, cut=0.5)
-    assert all(larger.has(engine) for engine in tried)
-    other = dataclasses.replace(one, candidate=9)
-    assert not all(other.has(engine) for engine in tried)
-
-
-def test_another_draw_of_a_rollout_has_another_schema() -> None:
-    coins = [rollout().has_candidate("engine-1", Period(pair, 0)) for pair in range(8)]
-    assert (ROLLOUT_SCHEMA, round(place_of("engine-1", 8), 6)) == (2, 0.887689)
-    assert coins == [True] * 5 + [False] * 3
-
-
-def test_a_small_fleet_tries_on_one_engine() -> None:
-    engines = ["a", "b", "c"]
-    one = rollout(cut=cut_for(0.0001, 8, engines))
-    assert [engine for engine in engines if one.has(engine)] == [
-        min(engines, key=lambda engine: place_of(engine, 8))
-    ]
-    assert cut_for(0.05, 8, []) == 0.05
-    many = [f"engine-{number}" for number in range(100)]
-    for share in (0.05, 0.25, 1.0):
-        part = rollout(cut=cut_for(share, 8, many))
-        assert sum(map(part.has, many)) == round(100 * share)
-
-
-def test_one_put_of_current_ends_a_rollout(store: VersionStore, tmp_path: Path) -> None:
-    for version in (6, 7, 8):
-        publish(store, version, tmp_path, FILES)
-    store.put_current(7)
-    store.put_rollout(rollout(cut=1.0))
-    assert store.rollout() == rollout(cut=1.0)
-    store.clock = lambda: 1000.0
-    first = store.wanted("a")
-    store.clock = lambda: 1010.0
-    assert {first, store.wanted("a")} == {7, 8}
-    store.put_rollout(rollout(cut=1.0, is_over=True))
-    assert store.wanted("a") == 7
-    store.put_rollout(rollout(cut=1.0))
-    store.put_current(6)
-    assert store.wanted("a") == 6
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"{",
-        b"[]",
-        b'{"schema": 3}',
-        b'{"schema": 2, "candidate": 8}',
-        rollout().to_json().replace(b'"schema": 2', b'"schema": 1'),
-        rollout(stage=5).to_json(),
-        rollout(switch_s=0.0).to_json(),
-        rollout(candidate="8").to_json(),
-    ],
-)
-def test_a_rollout_of_another_form_is_refused(data: bytes) -> None:
-    with pytest.raises(StoreError, match=r"rollout\.json of the store"):
-        parse_rollout(data)
-
-
 def test_a_manifest_of_the_learners_own_folder_is_refused() -> None:
     data = json.dumps({"schema": 1, "version": 7, "hashes": {"config.json": "0"}}).encode()
     with pytest.raises(StoreError, match="lists no files; publish it again"):
@@ -309,11 +222,10 @@ def test_reading_loads_neither_torch_nor_the_rest_of_draftsmith() -> None:
 import sys
 from draftsmith.fleet.store.store import VersionStore
 store = VersionStore(sys.argv[1])
-store.current(), store.wanted("a"), store.engines()
+store.current(), store.engines()
 ours = [name for name in sys.modules if name.startswith("draftsmith.")]
 base = ("draftsmith.version", "draftsmith.train")  # loaded by the package itself
 base += ("draftsmith.files", "draftsmith.errors", "draftsmith.distill")
-base += ("draftsmith.prompts", "draftsmith.prompts.shares")
 base += ("draftsmith.distill.buffer", "draftsmith.distill.buffer.objects")
 print([name for name in ours if not name.startswith("draftsmith.fleet") and name not in base])
 print([name for name in ("torch", "transformers", "numpy", "pyarrow") if name in sys.modules])

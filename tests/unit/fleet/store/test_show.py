@@ -14,10 +14,10 @@ import pytest
 from draftsmith.cli import main
 from draftsmith.drafters import versions
 from draftsmith.fleet.config import FleetConfig
-from draftsmith.fleet.rollout import show
-from draftsmith.fleet.rollout.command import run as publish
-from draftsmith.fleet.rollout.show import view_of
-from draftsmith.fleet.store.layout import EngineStatus, Rollout, StoreUnreachable
+from draftsmith.fleet.store import show
+from draftsmith.fleet.store.layout import EngineStatus, StoreUnreachable
+from draftsmith.fleet.store.publish import run as publish
+from draftsmith.fleet.store.show import view_of
 from draftsmith.fleet.store.store import VersionStore
 
 Run = Callable[..., tuple[int, str, str]]
@@ -141,7 +141,7 @@ def test_status_names_every_engine_its_figures_and_what_it_refused(
     assert [row["engine"] for row in view["engines"]] == ["a", "b", "c"]
     assert view["engines"][1]["refused"] == {"1": "old", "2": "torn"}
     assert view["engines"][1]["alarm"]
-    assert view["engines"][1]["wanted"] == 2 and view["engines"][2]["is_silent"]
+    assert view["engines"][2]["is_silent"]
 
 
 def test_rollback_goes_to_the_parent_and_promote_to_what_is_named(
@@ -149,7 +149,7 @@ def test_rollback_goes_to_the_parent_and_promote_to_what_is_named(
 ) -> None:
     address = ("--versions", store.url)
     assert run("promote", *address)[2] == (
-        "draftsmith: error: no rollout is on; give the --version to promote, one of 1, 2\n"
+        "draftsmith: error: give the --version to promote, one of 1, 2\n"
     )
     assert "version 9 is not in" in run("promote", *address, "--version", 9)[2]
     assert run("rollback", *address)[1] == "version 1 is live for all engines instead of 2\n"
@@ -158,34 +158,6 @@ def test_rollback_goes_to_the_parent_and_promote_to_what_is_named(
         "version 1 has no parent to go back to; give the --version" in run("rollback", *address)[2]
     )
     assert run("promote", *address, "--version", 2)[0] == 0 and store.current() == 2
-    rollout = store.rollout()
-    assert rollout is not None and rollout.is_over
-    assert [one["decision"] for one in rollout.decisions] == [
-        "rolled back by hand",
-        "promoted by hand",
-    ]
-
-
-@pytest.mark.parametrize(("action", "live"), [("promote", 2), ("rollback", 1)])
-def test_a_rollout_is_shown_and_ended_by_hand(
-    run: Run, store: VersionStore, action: str, live: int
-) -> None:
-    store.put_current(1)
-    trial = {"pairs": 12, "gain": 0.0123}
-    store.put_rollout(
-        Rollout(
-            candidate=2, live=1, cut=1.0, stages=(0.05, 1.0), begun_s=time.time() - 90, trial=trial
-        )
-    )
-    store.put_engine(EngineStatus(engine="a", version=1, at_s=time.time()))
-    second = run("status", "--versions", store.url)[1].splitlines()[1]
-    assert second == (
-        "version 2 is tried on 1 engines, stage 1 of 2 (5%), for 1m30s; gain +0.0123 in 12 pairs "
-        "of periods"
-    )
-    assert run(action, "--versions", store.url)[0] == 0
-    assert store.current() == live and store.wanted("a") == live
-    assert view_of(store)["rollout"] is None
 
 
 def test_watching_outlives_a_store_that_is_away(
