@@ -50,11 +50,11 @@ class SwappedProposer:
         self.shared = shared_paths(model, self.foreign)
         self.model_config = self.config.speculative_config.draft_model_config
         self.method: str = self.config.speculative_config.method
-        self._stopped: list[Callable[[], None]] = []
+        self.is_stopped = False
         self.recent = Recent(self.kind.given)
         side = self.kind.side(self.runner)
         if hasattr(side, "propose"):
-            replaced(side, "propose", self.recent.watched(side.propose))
+            side.propose = self.recent.watched(side.propose)
 
     @property
     def folder(self) -> Path:
@@ -143,18 +143,11 @@ class SwappedProposer:
         ):
             yield
 
-    @property
-    def is_stopped(self) -> bool:
-        return bool(self._stopped)
-
     def stop(self) -> None:
         """Stop drafting: the draft's module is not run any more, the target serves alone."""
-        if not self._stopped:
-            self._stopped = self.kind.stop(self.runner)
-
-    def resume(self) -> None:
-        while self._stopped:
-            self._stopped.pop()()
+        if not self.is_stopped:
+            self.kind.stop(self.runner)
+            self.is_stopped = True
 
 
 class V1:
@@ -180,10 +173,10 @@ class V1:
         return runner.drafter._get_model()
 
     @staticmethod
-    def stop(runner: Any) -> list[Callable[[], None]]:
+    def stop(runner: Any) -> None:
         """As for a text too long for the draft, vLLM proposes zeros, which it verifies like any
         proposal. Where the scheduler takes the proposals from the runner, it gets none."""
-        undo = [replaced(runner, "_input_fits_in_drafter", lambda *_, **__: False)]
+        runner._input_fits_in_drafter = lambda *_, **__: False
         if not getattr(runner, "use_async_scheduling", False):
             take = runner.take_draft_token_ids
 
@@ -195,8 +188,7 @@ class V1:
                     else type(taken)(taken.req_ids, [[] for _ in taken.req_ids])
                 )
 
-            undo.append(replaced(runner, "take_draft_token_ids", nothing))
-        return undo
+            runner.take_draft_token_ids = nothing
 
 
 class V2:
@@ -229,7 +221,7 @@ class V2:
         return runner.speculator.load_draft_model(runner.get_model(), set())
 
     @staticmethod
-    def stop(runner: Any) -> list[Callable[[], None]]:
+    def stop(runner: Any) -> None:
         """Proposes token 0 everywhere, with a distribution that says so."""
         speculator = runner.speculator
 
@@ -240,7 +232,7 @@ class V2:
                 logits[..., 0] = 0.0
             return torch.zeros_like(speculator.draft_tokens[: batch.num_reqs])
 
-        return [replaced(speculator, "propose", zeros)]
+        speculator.propose = zeros
 
 
 def kind_of(runner: Any) -> type[V1] | type[V2]:
@@ -252,20 +244,6 @@ def kind_of(runner: Any) -> type[V1] | type[V2]:
         f"{type(runner).__name__} of this vLLM builds its draft in a way that is not known here; "
         "it keeps the draft that it was started with"
     )
-
-
-def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of this one object over its class's; the function returned takes it back."""
-    kept = vars(owner).get(name)
-    setattr(owner, name, value)
-
-    def undo() -> None:
-        if kept is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, kept)
-
-    return undo
 
 
 def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

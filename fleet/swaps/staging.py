@@ -52,8 +52,6 @@ class Loaded:
     digests: dict[str, str]
     changed: list[str]
     backup: dict[str, torch.Tensor]
-    num_bytes: int
-    load_s: float
     derived: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
@@ -72,7 +70,6 @@ class Staging:
     def load(self, folder: Path, version: str) -> Loaded:
         """Check a version and load it beside the served one. Raises `UserError`; the second copy
         then holds what it held."""
-        begun_s = time.perf_counter()
         proposer = self.proposer
         check_like(folder, proposer.folder, is_part=proposer.is_inside_target)
         # All are read, and found finite, before the first is loaded.
@@ -92,8 +89,6 @@ class Staging:
             digests=digests,
             changed=changed,
             backup={name: served_tensors[name].detach().clone() for name in changed},
-            num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
-            load_s=time.perf_counter() - begun_s,
         )
 
     def _put(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -61,8 +61,6 @@ class Swaps:
         self.is_asleep = False
         self.last_swap: dict[str, Any] = {}
         self.num_swaps = 0
-        self.holds_ms: dict[str, float] = {"tried": 0.0, "compared": 0.0}
-        self.holds_cpu_ms: dict[str, float] = {"tried": 0.0, "compared": 0.0}
         self._before: tuple[str, dict[str, str]] = ("", {})
         self._handles_before: dict[str, str] = {}
         self._job: threading.Thread | None = None
@@ -170,12 +168,6 @@ class Swaps:
                 "version": version,
                 "pause_ms": pause_ms,
                 "ok": True,
-                # The longest of the steps that the engine's thread took for it.
-                "hold_ms": max(pause_ms, *self.holds_ms.values()),
-                # Its time on a core, which other processes do not lengthen.
-                "hold_cpu_ms": max(self.holds_cpu_ms.values()),
-                "load_ms": 1e3 * loaded.load_s,
-                "bytes": loaded.num_bytes,
                 "changed": len(loaded.changed),
                 # Of the trial's tokens those that requests had.
                 "recent_tokens": self.proposer.recent.num_tokens,
@@ -222,10 +214,6 @@ class Swaps:
         logger.error("draftsmith: drafting stops: %s", reason)
         self.reason = reason
         self.proposer.stop()
-        return self.status()
-
-    def resume(self) -> dict[str, Any]:
-        self.proposer.resume()
         return self.status()
 
     def forget(self, reason: str) -> None:
@@ -277,7 +265,6 @@ class Swaps:
             raise RuntimeError(f"version {self.staged_version} is still being worked on")
 
     def _step(self, state: str, work: Callable[[], None]) -> dict[str, Any]:
-        begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
         try:
             with torch.no_grad():
                 work()
@@ -286,9 +273,6 @@ class Swaps:
                 logger.exception("draftsmith: a step of a swap failed")
             return self._refuse(first_line(error), is_lasting=isinstance(error, LASTING))
         self.state, self.reason = state, ""
-        if state in ("tried", "compared"):
-            self.holds_ms[state] = 1e3 * (time.perf_counter() - begun_s)
-            self.holds_cpu_ms[state] = 1e3 * (time.thread_time() - begun_cpu_s)
         return self.status()
 
     def _start(self, state: str, work: Callable[[], None]) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from draftsmith.errors import UserError
 from draftsmith.fleet.engine import logger, once, replica_in
 
 STEPS = frozenset({
-    "prepare", "stage", "trial", "compare", "apply", "look", "keep", "take_back", "stop", "resume",
-    "status",
+    "prepare", "stage", "trial", "compare", "apply", "look", "keep", "take_back", "status",
 })  # fmt: skip
 
 
