@@ -10,7 +10,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,10 @@ from transformers import TrainerCallback
 
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.learn.text_states import FILES, WEIGHT_VERSION
-from draftsmith.drafters import versions
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_folder, sweep, write_text
 from draftsmith.fleet.engine import logger, once
 from draftsmith.fleet.observe.rounds import ObservedSampling, TokenCounter, records_of
-from draftsmith.fleet.store.layout import StoreError
-from draftsmith.fleet.store.store import VersionStore
 from draftsmith.record import RecordHead, RecordSink, hashed
 
 # A batch of rollouts comes at once, with a record per token.
@@ -49,7 +45,6 @@ class FollowPolicy(TrainerCallback):
             reward function with `records`.
         server: URL of the vLLM that rolls out, whose records name the weights by optimizer step.
         template: `tools` or `chat_template` of the trainer, where rollouts are recorded.
-        drafts: gives the newest draft version to the engine after each step.
     """
 
     def __init__(
@@ -62,12 +57,11 @@ class FollowPolicy(TrainerCallback):
         buffer: str = "",
         server: str = "",
         template: Mapping[str, Any] | None = None,
-        drafts: Handover | None = None,
     ):
         if every < 1:
             raise UserError(f"every is {every}; give 1 optimizer step or more")
         self.revisions = PolicyRevisions(folder, keep=keep)
-        self.every, self.save, self.drafts = every, save, drafts
+        self.every, self.save = every, save
         self.server = VllmServer(server) if server else None
         self.rollouts = (
             Rollouts(BufferWriter(buffer, queue_records=QUEUE_RECORDS), template=template)
@@ -115,12 +109,8 @@ class FollowPolicy(TrainerCallback):
         """No rollout runs now; the next ones are of the weights of this step."""
         if self.rollouts is not None:
             self.rollouts.step = state.global_step
-        if not state.is_world_process_zero:
-            return
-        if self.server is not None:
+        if state.is_world_process_zero and self.server is not None:
             self.server.name_weights(str(state.global_step))
-        if self.drafts is not None:
-            self.drafts.look()
 
     def _write(self, state: Any, kwargs: dict[str, Any]) -> None:
         """A disk that refuses costs a revision and not the training."""
@@ -198,52 +188,11 @@ class PolicyRevisions:
             shutil.rmtree(path, ignore_errors=True)
 
 
-# Called with a version and its verified folder; False where the engine did not take it.
-Serve = Callable[[int, Path], object]
 TIMEOUT_S = 60.0
 
 
-class Handover:
-    """`latest` is the live version, None before the first; `open_version` its folder."""
-
-    def __init__(
-        self,
-        latest: Callable[[], int | None],
-        open_version: Callable[[int], Path],
-        serve: Serve,
-    ):
-        self.latest, self.open_version, self.serve = latest, open_version, serve
-        self.version: int | None = None  # that the engine took last
-
-    @classmethod
-    def of_learner(cls, root: str | Path, serve: Serve) -> Handover:
-        """Versions of a learner's own folder, as checkpoints of draftsmith."""
-        return cls(partial(versions.latest, root), partial(versions.open_version, root), serve)
-
-    @classmethod
-    def of_store(cls, url: str, serve: Serve, *, layout: str = "vllm") -> Handover:
-        """Versions that `draftsmith fleet publish` puts into a store, in an engine's layout."""
-        store = VersionStore(url)
-        return cls(store.current, partial(store.fetch, layout=layout), serve)
-
-    def look(self) -> bool:
-        """True where the engine took another version. One that it does not take is offered again
-        at the next look; nothing is raised."""
-        try:
-            version = self.latest()
-            if version is None or version == self.version:
-                return False
-            if self.serve(version, self.open_version(version)) is False:
-                return False
-        except (UserError, StoreError, OSError) as error:
-            once(f"no draft is handed over ({error})")
-            return False
-        self.version = version
-        return True
-
-
 class VllmServer:
-    """Routes of one server; nothing is raised, since training goes on without them.
+    """Route of one server; nothing is raised, since training goes on without it.
 
     TRL sends weights and gives them no name. So the name is set where no request runs: after an
     optimizer step, before TRL sends the new weights with its next rollouts.
@@ -265,21 +214,14 @@ class VllmServer:
     def name_weights(self, name: str) -> bool:
         """Name of the weights in records from now on. vLLM has this route in its development mode
         alone, which TRL needs too."""
-        return self._post("/update_weight_version", {"new_version": name})
-
-    def swap(self, version: int, folder: Path) -> bool:
-        """Draft of an exported folder in place of the served one. The route of draftsmith's plugin,
-        with `admin` in its settings, on the server's own machine."""
-        return self._post("/draftsmith/swap", {"folder": str(folder), "version": str(version)})
-
-    def _post(self, path: str, body: dict[str, Any]) -> bool:
+        url = f"{self.url}/update_weight_version"
         try:
-            answer = self.http.post(f"{self.url}{path}", json=body)
+            answer = self.http.post(url, json={"new_version": name})
         except Exception as error:  # of whichever client it is
-            once(f"{self.url}{path} cannot be reached ({error})")
+            once(f"{url} cannot be reached ({error})")
             return False
         if answer.status_code >= 300:
-            once(f"{self.url}{path} answers {answer.status_code}: {answer.text[:200]}")
+            once(f"{url} answers {answer.status_code}: {answer.text[:200]}")
             return False
         return True
 

@@ -1,5 +1,5 @@
-"""A trainer's events in TRL's order: revisions where a learner follows them, names of the weights
-before their first rollout, and drafts between rollouts."""
+"""A trainer's events in TRL's order: revisions where a learner follows them, and names of the
+weights before their first rollout."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl, Tr
 from transformers.trainer_callback import CallbackHandler
 
 from draftsmith.distill.learn.text_states import TargetFolder
-from draftsmith.drafters import versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.fleet.rl import FollowPolicy, Handover, PolicyRevisions, VllmServer, is_sharded
+from draftsmith.fleet.rl import FollowPolicy, PolicyRevisions, VllmServer, is_sharded
 
 ARGS = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0, min_p=None)
 
@@ -134,37 +133,6 @@ def test_a_server_without_the_route_is_left_alone(caplog: pytest.LogCaptureFixtu
     assert "http://a/update_weight_version answers 404" in caplog.text
     assert not VllmServer("http://b", http=None.__class__).name_weights("1")
     assert "http://b/update_weight_version cannot be reached" in caplog.text
-
-
-def publish(root: Path, text: str) -> int:
-    def save(folder: Path) -> None:
-        (folder / "model.safetensors").write_text(text)
-
-    return versions.publish(
-        root, save, family="eagle3", target={}, parent=None, data_range={}, gate={}
-    )
-
-
-def test_each_new_draft_is_handed_over_between_rollouts(
-    tmp_path: Path, tiny_target: Callable[..., str]
-) -> None:
-    root, taken = tmp_path / "versions", list[tuple[int, str]]()
-
-    def serve(version: int, folder: Path) -> bool:
-        taken.append((version, (folder / "model.safetensors").read_text()))
-        return len(taken) != 2  # once, it is not taken
-
-    def rollout(step: int) -> None:
-        if step in (0, 1, 4):
-            publish(root, f"draft {step}")
-        if step == 4:
-            (root / "v000003" / "model.safetensors").write_text("torn")
-
-    drafts = Handover.of_learner(root, serve)
-    trainer = Trainer(tiny_target("llama"), FollowPolicy(tmp_path / "policy", drafts=drafts))
-    trainer.train(6, rollout)
-    assert taken == [(1, "draft 0"), (2, "draft 1"), (2, "draft 1")]
-    assert drafts.version == 2, "a version that is not what was published is not handed over"
 
 
 def test_a_sharded_policy_is_refused_without_a_way_to_save_it(tmp_path: Path) -> None:
