@@ -9,7 +9,6 @@ became current is ignored and its number is not used again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -151,7 +150,7 @@ def open_version(root: str | Path, version: int) -> Path:
                 f"version {version} lacks {str(path)!r}; restore the file or roll back to another "
                 "version"
             )
-        if _sha256(path) != digest:
+        if files.sha256_of(path) != digest:
             raise UserError(
                 f"version {version} is corrupt: {str(path)!r} is not what was published; roll "
                 "back to another version"
@@ -261,16 +260,7 @@ def _next_version(root: Path) -> int:
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as handle:
-        while chunk := handle.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return {name: files.sha256_of(path) for name, path in files.files_in(folder).items()}
 
 
 CANARY = "canary.json"

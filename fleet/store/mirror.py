@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from draftsmith.drafters import versions
 from draftsmith.errors import UserError
-from draftsmith.files import plain, sweep
+from draftsmith.files import files_in, plain, sha256_of, sweep
 from draftsmith.fleet.store.layout import (
     MANIFEST,
     FileMark,
@@ -31,7 +31,7 @@ from draftsmith.fleet.store.layout import (
     folder_of,
     parse_json,
 )
-from draftsmith.fleet.store.store import VersionStore, sha256_of
+from draftsmith.fleet.store.store import VersionStore
 
 logger = logging.getLogger("draftsmith.fleet")
 MIRRORED = "publisher.json"
@@ -224,11 +224,6 @@ def check_sizes(store: VersionStore, version: int, marks: Mapping[str, FileMark]
                 f"{folder_of(version)}/{name} has {sizes.get(name, 0)} bytes in {store.url!r} "
                 f"instead of {mark.bytes}; it is uploaded again"
             )
-
-
-def files_in(folder: Path) -> dict[str, Path]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def prune(store: VersionStore, root: Path, *, keep: int) -> list[int]:

@@ -4,7 +4,6 @@ the engines' statuses."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.distill.buffer.objects import Objects
-from draftsmith.files import atomic_folder
+from draftsmith.files import atomic_folder, files_in, sha256_of
 from draftsmith.fleet.store.layout import (
     CURRENT,
     ENGINES,
@@ -259,8 +258,7 @@ def difference(folder: Path, marks: Mapping[str, FileMark]) -> str:
     for name, mark in marks.items():
         if found := file_difference(name, folder / name, mark):
             return found
-    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    extra = sorted(present - set(marks))
+    extra = sorted(files_in(folder).keys() - marks.keys())
     return f"{extra[0]!r} is no file of it" if extra else ""
 
 
@@ -270,11 +268,3 @@ def file_difference(name: str, path: Path, mark: FileMark) -> str:
     if path.stat().st_size != mark.bytes:
         return f"{name!r} has {path.stat().st_size} bytes instead of {mark.bytes}"
     return "" if sha256_of(path) == mark.sha256 else f"{name!r} is not what was published"
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as handle:
-        while chunk := handle.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

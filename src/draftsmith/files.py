@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import errno
 import functools
+import hashlib
 import html
 import importlib.util
 import itertools
@@ -199,6 +200,20 @@ def check_result(path: str | Path | None, option: str) -> None:
 def write_text(path: str | Path, text: str) -> None:
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """Files below a folder, by their names in it, in order."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in paths}
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while chunk := handle.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

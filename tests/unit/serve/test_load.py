@@ -18,6 +18,7 @@ from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.files import sha256_of
 from draftsmith.serve.config import DEFAULT_K, EngineConfig, ServeConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.loop import EngineLoop
@@ -48,7 +49,7 @@ def put_nan(root: Path, version: int) -> None:
     next(iter(tensors.values())).view(-1)[0] = torch.nan
     save_file(tensors, weights)
     manifest = versions.read_manifest(root, version)
-    manifest["hashes"][weights.name] = versions._sha256(weights)
+    manifest["hashes"][weights.name] = sha256_of(weights)
     versions.files.write_json(versions.folder_of(root, version) / versions.MANIFEST, manifest)
 
 
