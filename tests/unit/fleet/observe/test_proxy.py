@@ -29,6 +29,7 @@ class Mirror:
     """Server that answers with the request as it came, and by path in other ways."""
 
     def __init__(self) -> None:
+        self.reached = threading.Event()
         self.disconnected = threading.Event()
         self.go_on = threading.Event()
 
@@ -84,6 +85,7 @@ class Mirror:
         await send({"type": "http.response.body", "body": b""})
 
     async def endless(self, scope: Any, receive: Any, send: Any) -> None:
+        self.reached.set()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"x", "more_body": True})
         while (await receive())["type"] != "http.disconnect":
@@ -91,6 +93,7 @@ class Mirror:
         self.disconnected.set()
 
     async def silent(self, scope: Any, receive: Any, send: Any) -> None:
+        self.reached.set()
         while (await receive())["type"] != "http.disconnect":
             pass
         self.disconnected.set()
@@ -216,7 +219,7 @@ def test_an_answer_that_outlasts_the_end_breaks_off(
     mirror: Mirror, served: Callable[[Any], str], caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     """And is none of the proxy's own."""
-    mirror.disconnected.clear()
+    mirror.reached.clear(), mirror.disconnected.clear()
     observer = Observer(CONFIG, ProxyCounters(), lambda: 1.0, lambda exchange: None)
     listener = command.bind("127.0.0.1:0")
     server = command.server(Proxy(served(mirror), observer))
@@ -225,8 +228,12 @@ def test_an_answer_that_outlasts_the_end_breaks_off(
     thread.start()
     while not server.started:
         time.sleep(0.005)
-    ending = threading.Timer(0.5, setattr, (server, "should_exit", True))
-    ending.start()
+
+    def end() -> None:
+        mirror.reached.wait(20)
+        server.should_exit = True
+
+    threading.Thread(target=end, daemon=True).start()
     with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
         httpx.get(f"http://127.0.0.1:{listener.getsockname()[1]}/{path}", timeout=20)
     thread.join(20)
