@@ -32,6 +32,7 @@ from draftsmith.fleet.recording.messages import (
     WireMessage,
     parse,
 )
+from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.kernels.sampling.logged import prepare_arrays, prob_arrays
 from draftsmith.record import (
     Distributions,
@@ -266,32 +267,18 @@ def _from_reduced(values: list[np.ndarray], drafted: list[int]) -> tuple[ProbArr
 
 
 @dataclass
-class VersionCounts:
-    """Counts of rounds with drafted tokens. `reached` positions are those that verification came
-    to: the accepted ones and the first rejected one of each round."""
-
-    rounds: int = 0
-    reached: int = 0
-    accepted: int = 0
-
-    def add(self, record: RoundRecord) -> None:
-        self.rounds += 1
-        self.accepted += record.accepted
-        self.reached += min(record.accepted + 1, len(record.drafted))
-
-
-@dataclass
 class ServedFigures:
     engine: str
     monitor: Monitor = field(default_factory=lambda: Monitor(FALSE_ALARM))
-    versions: dict[str, VersionCounts] = field(default_factory=dict)
+    versions: dict[str, AcceptanceCounts] = field(default_factory=dict)
     waiting: list[RoundRecord] = field(default_factory=list)
 
     def add(self, records: Sequence[RoundRecord]) -> list[str]:
         """Count records; returns the alarms that they raise, one sentence each."""
         for one in records:
             if one.drafted:
-                self.versions.setdefault(one.draft_version, VersionCounts()).add(one)
+                counts = self.versions.setdefault(one.draft_version, AcceptanceCounts())
+                counts.add([len(one.drafted)], [one.accepted], [len(one.committed)])
             if one.drafted and not one.seeded:
                 self.waiting.append(one)
         while len(self.versions) > VERSIONS:
@@ -304,16 +291,18 @@ class ServedFigures:
         return self.monitor.look(waiting) if waiting else []
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Figures by version: rounds, reached positions, alpha, tau; z of `accepted`, log10 of the
-        evidence against losslessness, and 1 under `alarm` where it was enough."""
+        """Figures by version: rounds, offered positions, accepted and committed tokens, alpha, tau;
+        z of `accepted`, log10 of the evidence against losslessness, and 1 under `alarm` where it
+        was enough."""
         judged = self.monitor.numbers()
         return {
             version: {
                 "rounds": counts.rounds,
-                "positions": counts.reached,
-                "accepted": counts.accepted,
-                "alpha": counts.accepted / max(1, counts.reached),
-                "tau": 1 + counts.accepted / max(1, counts.rounds),
+                "positions": (offered := sum(counts.offered)),
+                "accepted": (accepted := sum(counts.accepted)),
+                "committed": counts.num_committed,
+                "alpha": accepted / max(1, offered),
+                "tau": counts.tau or 0.0,
                 **_losslessness(judged.get(name_of(Key(self.engine, version)), {})),
             }
             for version, counts in self.versions.items()

@@ -212,7 +212,7 @@ class Pace:
 
 # Figures by version, as the writer of records leaves them.
 Figures = Mapping[str, Mapping[str, Any]]
-COUNTS = ("rounds", "positions", "accepted", "judged")
+COUNTS = ("rounds", "positions", "accepted", "committed", "judged")
 
 
 def figures_of(workers: Sequence[Mapping[str, Any]]) -> Figures:
@@ -236,7 +236,7 @@ def added(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **worst,
         **counts,
         "alpha": counts["accepted"] / max(1, counts["positions"]),
-        "tau": 1 + counts["accepted"] / max(1, counts["rounds"]),
+        "tau": counts["committed"] / max(1, counts["rounds"]),
         "alarm": max(one.get("alarm", 0.0) for one in parts),
     }
 

@@ -281,13 +281,14 @@ def test_a_status_shows_alpha_tau_and_losslessness_by_version(written: Callable[
         engine.verify(1, [5, 6], [5, 6, 7])
         engine.verify(1, [5, 6], [8], version="4")
         engine.verify(1, [5, 6], [5, 9], version="4")
+        engine.verify(1, [2, 6], [2, 6, 7], version="5")  # 2 ends the text
 
     written(act)
     status = written.status  # type: ignore[attr-defined]
     assert status["versions"]["3"]["alpha"] == 1.0 and status["versions"]["3"]["tau"] == 3.0
     assert status["versions"]["4"]["alpha"] == pytest.approx(1 / 3)
-    assert status["versions"]["4"]["tau"] == 1.5
-    assert status["versions"]["4"]["judged"] == 3 and status["written"] == 4
+    assert status["versions"]["4"]["tau"] == 1.5 and status["versions"]["5"]["tau"] == 1.0
+    assert status["versions"]["4"]["judged"] == 3 and status["written"] == 5
 
 
 def test_an_answer_is_forgotten_by_the_id_that_its_client_has() -> None:

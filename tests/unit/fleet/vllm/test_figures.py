@@ -15,12 +15,12 @@ def worker(replica: int, tokens: int, **versions: dict[str, float]) -> dict[str,
 
 
 ONE = {
-    "rounds": 10, "positions": 20, "accepted": 5, "judged": 20, "alpha": 0.25, "tau": 1.5,
-    "z": 0.5, "log10_evidence": -1.0, "alarm": 0.0,
+    "rounds": 10, "positions": 20, "accepted": 5, "committed": 15, "judged": 20, "alpha": 0.25,
+    "tau": 1.5, "z": 0.5, "log10_evidence": -1.0, "alarm": 0.0,
 }  # fmt: skip
 OTHER = {
-    "rounds": 30, "positions": 60, "accepted": 45, "judged": 50, "alpha": 0.75, "tau": 2.5,
-    "z": -4.0, "log10_evidence": 3.5, "alarm": 1.0,
+    "rounds": 30, "positions": 60, "accepted": 45, "committed": 74, "judged": 50, "alpha": 0.75,
+    "tau": 74 / 30, "z": -4.0, "log10_evidence": 3.5, "alarm": 1.0,
 }  # fmt: skip
 
 
@@ -28,8 +28,8 @@ def test_counts_are_added_and_the_worst_losslessness_stays() -> None:
     found = figures_of([worker(0, 9, v7=ONE), worker(1, 9, v7=OTHER, v8=ONE), {"records": None}])
     assert found["8"] == ONE
     assert found["7"] == {
-        "rounds": 40, "positions": 80, "accepted": 50, "judged": 70, "alpha": 50 / 80,
-        "tau": pytest.approx(2.25), "z": -4.0, "log10_evidence": 3.5, "alarm": 1.0,
+        "rounds": 40, "positions": 80, "accepted": 50, "committed": 89, "judged": 70,
+        "alpha": 50 / 80, "tau": pytest.approx(89 / 40), "z": -4.0, "log10_evidence": 3.5, "alarm": 1.0,
     }  # fmt: skip
 
 
