@@ -20,10 +20,12 @@ VERIFICATIONS = [
         "tree verification",
     )
 ]
+DRAWS = ("no filter", "top-k 50", "top-p 0.95")
 DIVERGENCES = ("jsd", "tv", "lk-alpha", "reverse-kl", "ce")
 CASES = [
     *VERIFICATIONS, *(f"{name}, bfloat16" for name in VERIFICATIONS),
-    "chain verification from logits, V 64", "forward-kl, target logits given, V 64",
+    "chain verification from logits, V 64", *(f"draw, {what}, V 64" for what in DRAWS),
+    "forward-kl, target logits given, V 64",
     *(f"{name}, from both hidden states, V 64" for name in DIVERGENCES), "paged attention",
 ]  # fmt: skip
 
