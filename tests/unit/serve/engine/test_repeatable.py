@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import RoundResult
-from draftsmith.serve.engine import engine as engine_module
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests import input_processor
@@ -108,49 +107,6 @@ def test_one_among_others_is_left_out_alone(engine: EngineCore, records: list[Ro
     assert len({record.request for record in records}) == 2 and not any(
         record.seeded for record in records
     )
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every round takes as long as the others."""
-
-    def ticks() -> Iterator[float]:
-        count = 0
-        while True:
-            count += 1
-            yield count / 1024
-
-    source = ticks()
-    monkeypatch.setattr(engine_module.time, "perf_counter", lambda: next(source))
-
-
-def after_rounds(engine: EngineCore, params: SamplingParams, rounds: int) -> tuple[Any, int]:
-    for _ in range(2):
-        engine.submit(PROMPT, replace(params, max_tokens=200))
-    for _ in range(rounds):
-        engine.step()
-    return plain(engine.scheduler.control), engine.stats.num_accepted_tokens
-
-
-def test_what_a_control_knows_does_not_depend_on_draws_that_can_be_repeated(
-    target: Target, fixed_drafter: Callable, clock: None
-) -> None:
-    """All of it: rounds, times, trials, depths. By the same clock, two seeds lead to the same
-    state, two servers' own do not."""
-
-    def states(params: list[SamplingParams], seeds: list[int]) -> list[tuple[Any, int]]:
-        engines = [
-            build_engine(target, fixed_drafter(sharpness=0.5), replace(ADAPTIVE, seed=seed))
-            for seed in seeds
-        ]
-        return [after_rounds(engine, one, 30) for engine, one in zip(engines, params, strict=True)]
-
-    (first, kept), (second, kept_by_second) = states(
-        [replace(SAMPLED, seed=seed) for seed in (1, 2)], [1, 1]
-    )
-    assert first == second and kept != kept_by_second
-    (first, kept), (second, kept_by_second) = states([SAMPLED, SAMPLED], [1, 2])
-    assert first != second
 
 
 class Broken(Uncached):

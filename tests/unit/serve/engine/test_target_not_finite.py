@@ -1,9 +1,9 @@
 """A target that is not finite behind one token that it never chooses: drafts that offer the token
 change no answer.
 
-Seeds draw the same tokens as with a target that is finite there, for every way of drafting and of
-judging. To decide such a round again without drafts would not do: drafts that were drawn would be
-left out for what they are, which favours the others.
+Seeds draw the same tokens as with a target that is finite there, whatever the rule of verification.
+To decide such a round again without drafts would not do: drafts that were drawn would be left out
+for what they are, which favours the others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.suffix import SuffixDraft
-from draftsmith.drafters.text.text_first import TextFirst
-from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.kernels.sampling.filters import process
-from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
+from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import FinishReason
@@ -69,45 +66,6 @@ class Near(Uncached):
             logits=torch.stack(distributions, dim=1),
         )
 
-    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
-        """Three children of the root, and two of the first of them."""
-        texts = [list(history) for history in inputs.histories]
-        ends = torch.tensor([len(text) for text in texts])
-        roots = process(self.logits(texts), inputs.sampling)
-        first = sample_without_replacement(roots, inputs.seeds, ends, Purpose.DRAFT, 3)
-        texts = [[*text, token] for text, token in zip(texts, first[:, 0].tolist(), strict=True)]
-        below = process(self.logits(texts), inputs.sampling)
-        second = sample_without_replacement(below, inputs.seeds, ends + 1, Purpose.DRAFT, 2)
-        tokens = torch.cat([first, second], dim=1)
-        self.offered += int((tokens == BAD).sum())
-        size = len(texts)
-        q_rows = torch.full((size, 6), -1)
-        q_rows[:, 0], q_rows[:, 1] = torch.arange(size), size + torch.arange(size)
-        parents = torch.tensor([[-1, -1, -1, 0, 0]]).repeat(size, 1)
-        distributions = torch.cat([roots, below])
-        return Proposal(
-            tokens=tokens,
-            lengths=inputs.num_draft.clamp(max=5),
-            logits=distributions,
-            parents=parents,
-            q_rows=q_rows,
-        )
-
-
-class Copying:
-    """Text of others: BAD and then more, for every second length."""
-
-    family, taps = "copying", ()
-
-    def drafts(self, inputs: DraftInputs) -> list[SuffixDraft]:
-        return [
-            SuffixDraft([BAD, 5, 6][:k], 3.0 * (len(h) % 2))
-            for h, k in zip(inputs.histories, inputs.num_draft.tolist())
-        ]
-
-    def finished(self, request_id: str, tokens: list[int]) -> None:
-        return
-
 
 @pytest.fixture(scope="module")
 def targets(tiny_target: Callable[..., str]) -> tuple[Target, Target]:
@@ -123,8 +81,7 @@ def targets(tiny_target: Callable[..., str]) -> tuple[Target, Target]:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "chain": {"k": 3}, "block": {"k": 3, "verification": "block"}, "tree": {"tree": "sampled:3x2"},
-    "text first": {"k": 3},
+    "chain": {"k": 3}, "block": {"k": 3, "verification": "block"},
 }  # fmt: skip
 
 
@@ -154,8 +111,7 @@ def test_answers_are_those_of_a_target_that_is_finite_everywhere(
     way: str, targets: tuple[Target, Target], near: Near
 ) -> None:
     near.offered = 0
-    drafter = TextFirst(near, Copying(), share=0.5) if way == "text first" else near  # type: ignore[arg-type]
-    whole, broken = (answers(target, drafter, WAYS[way], SAMPLED) for target in targets)
+    whole, broken = (answers(target, near, WAYS[way], SAMPLED) for target in targets)
     assert whole == broken
     assert near.offered > 5
 
@@ -164,8 +120,7 @@ def test_greedy_answers_are_those_without_drafts(
     targets: tuple[Target, Target], near: Near
 ) -> None:
     greedy = replace(SAMPLED, temperature=0.0)
-    drafter = TextFirst(near, Copying(), share=0.5)  # type: ignore[arg-type]
-    assert answers(targets[1], drafter, {"k": 3}, greedy) == answers(targets[1], None, {}, greedy)
+    assert answers(targets[1], near, {"k": 3}, greedy) == answers(targets[1], None, {}, greedy)
 
 
 def test_a_request_whose_own_text_is_not_finite_ends_alone(
