@@ -84,15 +84,8 @@ DELTA_NET = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-MAMBA2 = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 8,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 8,
-}
+
+
 ZAMBA = {
     "layers_block_type": ["mamba", "hybrid"] * 2,
     "mamba_d_state": 8,
@@ -100,9 +93,8 @@ ZAMBA = {
     "attention_hidden_size": 64,
     "attention_head_dim": 16,
 }
-NO_ATTENTION = dict.fromkeys(
-    ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-)
+
+
 # With layers that have a state, as ARCHITECTURES. Chunks are small enough to end within a short text.
 RECURRENT: dict[str, dict[str, Any]] = {
     "lfm2": {
@@ -110,14 +102,6 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"] * 2,
         "block_auto_adjust_ff_dim": False,
     },
-    "lfm2_moe": dict(
-        model_type="lfm2_moe",
-        layer_types=["conv", "full_attention"] * 2,
-        num_dense_layers=1,
-        **{
-            key: MOE[key] for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        },
-    ),
     "qwen2": {"model_type": "qwen2"},
     "ernie4_5_moe": {
         "model_type": "ernie4_5_moe",
@@ -137,32 +121,6 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "olmo_hybrid": dict(
         model_type="olmo_hybrid", **{**DELTA_NET, "linear_num_key_heads": 4, "head_dim": None}
     ),
-    "granitemoehybrid": dict(
-        model_type="granitemoehybrid",
-        layer_types=["mamba", "attention"] * 2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        shared_intermediate_size=32,
-        **MAMBA2,
-    ),
-    "bamba": dict(model_type="bamba", attn_layer_indices=[1, 3], **MAMBA2),
-    "nemotron_h": {
-        "model_type": "nemotron_h",
-        "layers_block_type": ["mamba", "attention", "moe", "mlp"],
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 1,
-        "chunk_size": 8,
-        "head_dim": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 32,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-    "falcon_h1": {"model_type": "falcon_h1", "head_dim": 16, "mamba_d_ssm": 64, **MAMBA2},
     "zamba2": {
         "model_type": "zamba2",
         "n_mamba_heads": 4,
@@ -172,17 +130,6 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "adapter_rank": 4,
         "num_mem_blocks": 1,
         **ZAMBA,
-    },
-    "mamba": {"model_type": "mamba", "state_size": 8, **NO_ATTENTION},
-    "falcon_mamba": {"model_type": "falcon_mamba", "state_size": 8, **NO_ATTENTION},
-    "mamba2": {
-        "model_type": "mamba2",
-        "state_size": 8,
-        "num_heads": 4,
-        "head_dim": 16,
-        "n_groups": 1,
-        "chunk_size": 8,
-        **NO_ATTENTION,
     },
     "recurrent_gemma": {
         "model_type": "recurrent_gemma",
