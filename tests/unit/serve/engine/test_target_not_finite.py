@@ -23,7 +23,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
-from tests.stand_in_drafts import Uncached
+from tests.stand_in_drafts import Offering, Uncached
 
 BAD = 250
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 9, 41, 8], [77, 12, 5, 8, 30]]
@@ -116,11 +116,10 @@ def test_answers_are_those_of_a_target_that_is_finite_everywhere(
     assert near.offered > 5
 
 
-def test_greedy_answers_are_those_without_drafts(
-    targets: tuple[Target, Target], near: Near
-) -> None:
+def test_greedy_answers_are_those_without_drafts(targets: tuple[Target, Target]) -> None:
     greedy = replace(SAMPLED, temperature=0.0)
-    assert answers(targets[1], near, {"k": 3}, greedy) == answers(targets[1], None, {}, greedy)
+    offered = answers(targets[1], Offering(BAD), {"k": 3}, greedy)
+    assert offered == answers(targets[1], None, {}, greedy)
 
 
 def test_a_request_whose_own_text_is_not_finite_ends_alone(
