@@ -219,7 +219,8 @@ def test_an_answer_that_outlasts_the_end_breaks_off(
     mirror: Mirror, served: Callable[[Any], str], caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     """And is none of the proxy's own."""
-    mirror.reached.clear(), mirror.disconnected.clear()
+    mirror.reached.clear()
+    mirror.disconnected.clear()
     observer = Observer(CONFIG, ProxyCounters(), lambda: 1.0, lambda exchange: None)
     listener = command.bind("127.0.0.1:0")
     server = command.server(Proxy(served(mirror), observer))
