@@ -13,18 +13,13 @@ from tests.engine_readers import (
     plain,
     sglang,
     vllm,
-    vllm_eagle3,
     vllm_speculators,
 )
 from tests.engine_readers.understood import Reader, Understood
 
 READERS: dict[tuple[str, str], Reader] = {
-    ("eagle3", "vllm"): vllm_eagle3.read_eagle3,
     ("eagle3", "sglang"): sglang.read_eagle3,
-    ("eagle3", "speculators"): vllm_eagle3.read_speculators_eagle3,
     ("eagle3", "gguf"): llamacpp.read_eagle3,
-    ("p-eagle", "vllm"): vllm_eagle3.read_peagle,
-    ("p-eagle", "speculators"): vllm_eagle3.read_speculators_peagle,
     ("draft-lm", "vllm"): plain.read_model,
     ("draft-lm", "sglang"): plain.read_model,
     ("draft-lm", "hf"): plain.read_model,

@@ -9,8 +9,9 @@ import torch
 
 from draftsmith.drafters.weights import read_config, read_weights
 from draftsmith.train.export.source import text_config
-from tests.engine_readers.understood import Understood, block_shapes, filled
-from tests.engine_readers.vllm_taps import NAME, tapped_layers
+from tests.engine_readers.understood import Understood, block_shapes, filled, in_layer_order
+
+NAME = "vLLM"
 
 
 def read_dflash(folder: Path, target_config: dict[str, Any]) -> Understood:
@@ -39,6 +40,15 @@ def block_from(
     shapes, guess = block_shapes(config, len(raw), width)
     optional = guess if config.get("markov_rank") else {}
     return own_block(config, raw, filled(NAME, tensors, shapes, optional=optional))
+
+
+def tapped_layers(config: dict[str, Any], num_layers: int) -> list[int]:
+    """Raw ids, by the first key that its runners know."""
+    raw = config.get("eagle_aux_hidden_state_layer_ids")
+    if not raw:
+        block = config.get("dflash_config") or {}
+        raw = [layer + 1 for layer in block.get("target_layer_ids") or config["target_layer_ids"]]
+    return in_layer_order(raw, num_layers)
 
 
 def own_block(

@@ -91,7 +91,13 @@ READ_BY_ITSELF = {
     ("eagle1", "speculators"),
     ("mtp", "speculators"),
     ("mtp", "sglang"),
-    *((family, to) for family in ("eagle1", "medusa", "mtp") for to in ("vllm", "triton")),
+    *(
+        (family, to)
+        for family in ("eagle3", "p-eagle", "eagle1", "medusa", "mtp")
+        for to in ("vllm", "triton")
+    ),
+    ("eagle3", "speculators"),
+    ("p-eagle", "speculators"),
 }
 
 
@@ -104,7 +110,7 @@ def test_every_layout_that_is_written_has_a_reader() -> None:
 PAIRS = [
     (family, engine)
     for family, engine in sorted(READERS)
-    if engine != "triton" or family == "eagle3"
+    if engine != "triton" or family == "dflash"
 ]
 
 
@@ -168,14 +174,17 @@ def reversed_map(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> No
 
 # One of each sort: names and orders, options, transpositions, layer ids, vocabulary maps.
 WRONG: list[tuple[str, str, Change]] = [
-    ("eagle3", "vllm", exchange("midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight")),
+    (
+        "eagle3",
+        "sglang",
+        exchange("midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"),
+    ),
     ("eagle3", "sglang", rename("norm.weight", "final_norm.weight")),
-    ("eagle3", "speculators", put(norm_before_residual=True)),
-    ("p-eagle", "speculators", put(mask_token_id=7)),
+    ("dspark", "speculators", put(mask_token_id=7)),
     ("eagle1", "sglang", halves("fc.weight")),
     ("medusa", "hf", transpose("2.0.linear.weight")),
-    ("eagle3", "vllm", put(eagle_aux_hidden_state_layer_ids=[0, 1, 2])),
     ("eagle3", "sglang", reversed_map),
+    ("eagle3", "sglang", put(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]})),
     (
         "dflash",
         "sglang",

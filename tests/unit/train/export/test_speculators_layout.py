@@ -16,11 +16,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.draft_shape import llama_config, shape_of
 from draftsmith.drafters.heads.eagle1 import Eagle1
-from draftsmith.drafters.heads.mtp import Mtp
-from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
-from draftsmith.drafters.heads.mtp_layouts import SPECULATORS
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
@@ -153,33 +149,6 @@ def test_a_module_beside_a_target_with_an_older_file_is_exported(
     draft = saved("mtp", of, tmp_path / "draft")
     written = read_json(export(draft, to="vllm") / "config.json")
     assert written["rope_theta"] == 1e6
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3"])
-def test_an_mtp_module_is_the_type_mtp(kind: str, tiny_target: Find, tmp_path: Path) -> None:
-    of = Target.load(tiny_target(kind), dtype=torch.float32)
-    drafter = (
-        AppendedMtp(of, SPECULATORS)  # as one made by the library is kept
-        if kind == "qwen3"
-        else Mtp.create(MtpOptions(), of, seed=0)
-    )
-    draft = noised(drafter, of, tmp_path / "draft")
-    out = export(draft)
-    config, tensors = read_json(out / "config.json"), load_file(out / "model.safetensors")
-    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "mtp"
-    assert config["architectures"] == ["MTPDraftModel"]
-    assert config["num_nextn_predict_layers"] == 1
-    assert config["transformer_layer_config"]["model_type"] == of.config.model_type
-    assert {f"mtp_layers.0.{name}.weight" for name in (
-        "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm",
-        "self_attn.q_norm", "self_attn.k_proj", "input_layernorm",
-    )} <= tensors.keys()  # fmt: skip
-    assert all(name.startswith("mtp_layers.0.") for name in tensors)
-    assert ("mtp_layers.0.mlp.experts.gate_up_proj" in tensors) is (
-        kind in ("qwen3_next", "qwen3_5_moe")
-    )
-    assert_same_draft(draft, out, of)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "ernie4_5_moe"])
