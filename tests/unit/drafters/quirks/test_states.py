@@ -12,8 +12,6 @@ from packaging.version import Version
 
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions
-from draftsmith.drafters.quirks.kept_state import KeptState, num_kept
-from draftsmith.drafters.quirks.recurrent_states import RowRead, TextPiece, round_waves
 from draftsmith.drafters.target.target import Target, Ways
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
@@ -29,38 +27,6 @@ NEWER = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def target(tiny_target: Callable[..., str]) -> Target:
     return Target.load(tiny_target("lfm2"))
-
-
-def test_a_state_moves_on_by_what_a_round_kept() -> None:
-    state = KeptState()
-    for left, drafted, accepted, expected in (
-        (0, 3, 3, (0, 1)),
-        (0, 3, 2, (2, 1)),
-        (0, 3, 0, (0, 1)),
-        (0, 0, 0, (0, 1)),
-        (1, 3, 3, (4, 1)),
-    ):
-        state.verified(left, drafted, accepted)
-        assert (state.behind, state.side) == expected
-
-
-def test_no_token_is_read_alone_after_a_state_where_it_may_not_be() -> None:
-    for num_known in range(1, 9):
-        for drafted in range(4):
-            for is_start in (False, True):
-                if num_known + drafted < 2 and not is_start:
-                    continue  # a state that is left behind has two tokens to read
-                count = num_kept(num_known, drafted, is_start=is_start, no_single=True)
-                rest = num_known + drafted - count
-                assert count == 0 or count > 1 or is_start
-                assert rest > 1 or (is_start and count == 0)
-
-
-def test_drafted_tokens_are_read_from_a_copy_of_the_kept_state() -> None:
-    reads = [RowRead(4, KeptState(side=1), False, 2, 2, 3), RowRead(0, KeptState(), True, 5, 5, 0)]
-    known, drafted = round_waves(reads)
-    assert known == [TextPiece(0, 0, 2, 9, 9), TextPiece(0, 5, 10, None, 0)]
-    assert drafted == [TextPiece(0, 2, 5, 9, 8)]
 
 
 def test_texts_of_a_packed_row_do_not_share_a_state(target: Target) -> None:

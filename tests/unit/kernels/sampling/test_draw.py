@@ -96,15 +96,6 @@ def test_what_rounding_or_nothing_decides_is_left_to_torch(logits: torch.Tensor)
 
 
 @compiler
-def test_a_filter_that_ends_within_equal_tokens_is_left_to_torch() -> None:
-    """torch keeps those of equal ones that come last in its order."""
-    logits = torch.zeros(1, 10)
-    rows = SamplingRows.of([1.0], top_p=[0.55], min_p=[1.0])
-    assert draw_compiled(logits, rows, *streams(1), Purpose.DRAFT) is None
-    assert int((draw(logits, rows, *streams(1), Purpose.DRAFT).logits > -math.inf).sum()) == 6
-
-
-@compiler
 def test_rows_that_torch_decides_leave_the_others_to_the_kernel() -> None:
     logits = 3 * torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
     logits[1], logits[2] = math.nan, 0.0
@@ -114,16 +105,6 @@ def test_rows_that_torch_decides_leave_the_others_to_the_kernel() -> None:
     assert found is not None
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert torch.equal(found.logits, expected.logits)
-
-
-@compiler
-def test_logits_of_another_type_are_torchs() -> None:
-    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
-    for other in (logits.double(), logits.T.contiguous().T[:, ::2]):
-        rows = SamplingRows.of([1.0])
-        assert draw_compiled(other, rows, *streams(1), Purpose.DRAFT) is None
-        found = draw(other, rows, *streams(1), Purpose.DRAFT)
-        assert torch.equal(found.logits, draw_torch(other, rows, *streams(1), Purpose.DRAFT).logits)
 
 
 def test_without_a_compiler_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,17 +123,3 @@ def test_what_the_kernel_cannot_read_is_left_to_torch() -> None:
     assert logged.prob_arrays_compiled(logits, [0] * 6, None, most + 1) is None
     with pytest.raises(IndexError, match="token 300 is beyond a vocabulary of 300"):
         compiled(logits[:1], [300], [1.0])
-
-
-@compiler
-def test_logits_are_reduced_alike_with_a_compiler_and_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    logits, tokens, temperatures = logits_of(4096, rows=3), [9, -1, 30], [0.7, 1.0, 0.0]
-    one = prob_arrays(logits, tokens, temperatures)
-    monkeypatch.setattr(logged, "_kernel", lambda dtype: None)
-    other = prob_arrays(logits, tokens, temperatures)
-    np.testing.assert_array_equal(one.ids, other.ids)
-    for values, theirs in zip(one[1:], other[1:]):
-        assert values is not None and theirs is not None
-        np.testing.assert_allclose(values, theirs, rtol=1e-6, atol=STEP / 100)
