@@ -242,17 +242,6 @@ class GateConfig:
         "version, gate.gain does",
         limits=BELOW_1,
     )
-    canary: float = option(
-        0.0,
-        "share of live requests, at most 0.5, on which a version is tried before all get it; 0 is "
-        "off",
-        limits=Limits(0, 0.5, "[]"),
-    )
-    canary_requests: int = option(
-        96,
-        "requests it drafts for after which held-out traffic decides what is still open",
-        limits=AT_LEAST_1,
-    )
     floor: float = option(
         0.3,
         "alpha under a changed target below which an older draft is withheld, until it has learned",

@@ -71,7 +71,6 @@ class DraftTrack:
             self.live.version,
             self.is_gate_due,
             self.live.ledger,
-            self.lifecycle.canary.trial,
             self.live.drift.kept(),
             self.fresh,
             self.window,
@@ -111,7 +110,6 @@ class DraftTrack:
         served_as, gate = str(self.live.version), self.config.gate
         if text.is_of(self.context.target.revision):
             self.live.look_for_drift(text)
-            self.lifecycle.canary.observe(text, served_as)
             self.live.watch.take(text, served_as)
         if not self.learner.teacher.reads(text.records):
             return
@@ -161,10 +159,7 @@ class DraftTrack:
         if has_update:
             self.update()
             self.is_gate_due |= self.learner.updates % gate.every == 0
-        if self.lifecycle.canary.trial is not None:
-            with self.context.throttle.work():
-                self.lifecycle.check_trial(self.window, max_depth=self.depth)
-        elif self.is_gate_due and len(self.window) >= gate.requests:
+        if self.is_gate_due and len(self.window) >= gate.requests:
             with self.context.throttle.work():
                 self.gate()
         if self.live.watch.is_due and not self.live.made_for:
@@ -188,7 +183,7 @@ class DraftTrack:
         while self.fresh and self.context.has_updates_left:
             self.update()
             self.is_gate_due = True
-        if self.is_gate_due and self.lifecycle.canary.trial is None:
+        if self.is_gate_due:
             self.gate()
 
     def update(self) -> None:
@@ -217,8 +212,7 @@ class DraftTrack:
         gate, revision = self.config.gate, self.context.target.revision
         known = [text for text in fresh if text.is_scorable and text.is_of(revision)]
         texts = known[-gate.window :]
-        is_compared = self.lifecycle.canary.trial is None and not self.live.made_for
-        if not (gate.fresh and texts and is_compared and self.learner.steps):
+        if self.live.made_for or not (gate.fresh and texts and self.learner.steps):
             return
         live = self.live.scorer
         with self.context.throttle.work(), self.learner.averaged() as candidate:
@@ -255,7 +249,7 @@ class DraftTrack:
         self.lifecycle.spared = max(0, self.lifecycle.spared - 1)
 
     def _publish(self, decision: Decision) -> None:
-        """Publishes the candidate. Where it goes live, its scores are those of the live version."""
+        """Publishes the candidate, whose scores are then those of the live version."""
         left = self.live.version
         self.lifecycle.publish(decision, self.learner.averaged())
         if self.live.version != left and decision.judged is not None:
@@ -295,8 +289,6 @@ class DraftTrack:
     def _awaited(self) -> str:
         """Words on what the next decision takes, and what of it is there."""
         gate, learn, learner = self.config.gate, self.config.learn, self.learner
-        if self.lifecycle.canary.trial is not None:
-            return f"version {self.lifecycle.canary.version} on trial"
         if self.live.drift.is_resting:
             return "resting until the traffic changes"
         missing = 0 if self.is_gate_due else gate.every - learner.updates % gate.every
@@ -308,7 +300,7 @@ class DraftTrack:
 
     def to_dict(self) -> dict[str, Any]:
         update = self.latest_update
-        trial, watched = self.lifecycle.canary.trial, self.live.watch.latest
+        watched = self.live.watch.latest
         return {
             "version": self.live.version,
             "is_gate_due": self.is_gate_due,
@@ -319,7 +311,6 @@ class DraftTrack:
             "loss": update.loss if update else None,
             "alpha_training": update.alpha if update else [],
             "teacher": self.config.learn.teacher,
-            "canary": {"version": trial.version, **trial.numbers()} if trial else None,
             "live": watched.to_dict() if watched else None,
             "drift": self.live.drift.to_dict(),
             "resting": self.live.drift.is_resting,

@@ -95,7 +95,6 @@ class Publisher:
         parent: int | None,
         data_range: Mapping[str, Any],
         gate: Mapping[str, Any],
-        live: bool = True,
     ) -> int:
         return versions.publish(
             self.root,
@@ -105,7 +104,6 @@ class Publisher:
             parent=parent,
             data_range=data_range,
             gate=gate,
-            live=live,
         )
 
     def _open_live(self) -> tuple[int, TrainedDrafter]:
@@ -120,14 +118,6 @@ class Publisher:
             versions.rollback(self.root, opened.version, str(opened.damage))
             logger.warning("%s; rolled back to version %d", opened.damage, opened.version)
         return opened.version, opened.draft
-
-    def is_live_whole(self) -> bool:
-        """False where servers could not start with what `current` names."""
-        try:
-            live = versions.latest(self.root)
-            return live is not None and versions.open_version(self.root, live).is_dir()
-        except UserError:
-            return False
 
     def _open_parent(self) -> tuple[int | None, TrainedDrafter | None]:
         return self.open_first(self._ancestors())
@@ -184,28 +174,21 @@ class Publisher:
         training: Mapping[str, Any],
         data_range: Mapping[str, Any],
         gate: Mapping[str, Any],
-        live: bool = True,
     ) -> int:
         """Publishes a candidate. It is read back from its files before it is visible: what goes
-        live is what was written. Unless `live`, it is a version like any other that no server uses
-        yet."""
+        live is what was written."""
         loaded: list[TrainedDrafter] = []
 
         def save(folder: Path) -> None:
             checkpoint.save(candidate, folder, self.target, training=dict(training))
             loaded.append(self.load(folder))
 
-        version = self._publish(
-            candidate, save, parent=self.version, data_range=data_range, gate=gate, live=live
+        self.version = self._publish(
+            candidate, save, parent=self.version, data_range=data_range, gate=gate
         )
-        if live:
-            self.version, self.live = version, loaded[0]
-            self.parent_version, self.parent = self._open_parent()
-        return version
-
-    def promote(self, version: int) -> None:
-        versions.promote(self.root, version)
-        self.reload()
+        self.live = loaded[0]
+        self.parent_version, self.parent = self._open_parent()
+        return self.version
 
     def roll_back(self, version: int) -> bool:
         """Makes `version` live. False where it is not whole any more; `parent` is then another one,

@@ -28,7 +28,6 @@ from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.folder import Cursor
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.gate.canary import Trial
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.rehearsal import Rehearsal
@@ -39,7 +38,7 @@ from draftsmith.errors import first_line
 from draftsmith.record import RoundRecord
 
 logger = logging.getLogger("draftsmith.distill")
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 # Of the target, whose records are still texts to learn from.
 MOST_REVISIONS = 1024
 FOLDER = re.compile(r"state-(\d{8})")
@@ -92,7 +91,6 @@ class TrackState:
     live_version: int  # that the candidate is being compared with
     is_gate_due: bool
     ledger: Ledger
-    trial: Trial | None
     drift: dict[str, Any]
     fresh: list[ServedText]
     window: list[ServedText]
@@ -103,7 +101,7 @@ class TrackState:
         """State for other weights of the target: its texts, and no evidence."""
         window = [text.unlogged() for text in self.window]
         fresh = [text.unlogged() for text in self.fresh]
-        return TrackState(self.live_version, False, Ledger(), None, {}, fresh, window)
+        return TrackState(self.live_version, False, Ledger(), {}, fresh, window)
 
 
 @dataclass

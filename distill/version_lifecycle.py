@@ -1,16 +1,15 @@
-"""Changes of the live version of a draft track: publish, try, promote, roll back, prune."""
+"""Changes of the live version of a draft track: publish, roll back, prune."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
 
 from draftsmith.config import to_dict
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.gate.canary import CanaryTrial
 from draftsmith.distill.gate.drift import Alarm, Drift
 from draftsmith.distill.gate.gate import Decision, notice
 from draftsmith.distill.gate.regression import LiveWatch, Watched
@@ -40,18 +39,17 @@ class VersionLifecycle:
     def __init__(self, live: LiveVersion, learner: Learner, context: LearnerContext):
         self.live, self.learner, self.context = live, learner, context
         self.publisher, self.log = live.publisher, live.log
-        self.canary = CanaryTrial(self.publisher, context.config.gate)
         # Gate decisions left for which the candidate that went on past a rollback is spared.
         self.spared = 0
 
     def begin(self, state: TrackState | None) -> None:
         """Goes on from a saved state, or begins at the live version."""
         if state is not None:
-            self.live.ledger, self.canary.trial = state.ledger, state.trial
+            self.live.ledger = state.ledger
             if state.drift:
                 self.live.drift.restore(state.drift)
         if state is not None and state.live_version != self.live.version:
-            self._new_live_version()
+            self.live.renew()
             return
         self.live.notice_target()
         if state is not None and state.displaced is not None:
@@ -65,8 +63,7 @@ class VersionLifecycle:
             self.live.watch.displace(known, self.live.scorer.of(draft))
 
     def follow(self) -> None:
-        """Adopts a version or a trial that was chosen outside this process, by `current` or
-        `canary.json`."""
+        """Adopts a version that was chosen outside this process, by `current`."""
         self.log.flush()
         if self._chosen() != self.live.version:
             left = self.live.version
@@ -75,13 +72,8 @@ class VersionLifecycle:
                 f"version {self.live.version} was chosen instead of {left}; learning goes on "
                 "from it"
             )
-            self._new_live_version()
+            self.live.renew()
             self.start_over()
-        elif self.canary.follow():
-            on_trial = f"version {self.canary.version}" if self.canary.trial else "no version"
-            self.context.report(f"{on_trial} is on trial now, as its file says")
-            if self.canary.trial is None:
-                self.start_over()
 
     def _chosen(self) -> int | None:
         """Version that `current` names. An unreadable file, half written by hand perhaps, changes
@@ -97,26 +89,14 @@ class VersionLifecycle:
         self.live.ledger.gate.new_candidate()
         self.spared = 0
 
-    def _new_live_version(self) -> None:
-        """Restarts error budgets and the watch. A version on trial was compared with another one,
-        so its trial ends."""
-        self.canary.end()
-        self.live.renew()
-
     def record(
-        self,
-        decision: Decision,
-        *,
-        version: int | None = None,
-        live: int | None = None,
-        share: float = 0.0,
+        self, decision: Decision, *, version: int | None = None, live: int | None = None
     ) -> None:
         """Logs a gate decision and counts it towards the rest of learning."""
         self.log.gated(
             decision,
             live=live or self.live.version,
             version=version,
-            share=share,
             updates=self.learner.updates,
         )
         drift = self.live.drift
@@ -136,33 +116,20 @@ class VersionLifecycle:
     ) -> None:
         self.context.save()
         live = self.live.version
-        # Servers have one version on trial at a time; a live version in quarantine, or one
-        # whose files are damaged since, leaves nothing to compare with.
-        is_tried = not self.live.made_for and self.publisher.is_live_whole()
-        share = self.context.config.gate.canary if is_tried else 0.0
         try:
-            version = self._write(decision, candidate, is_live=share == 0)
+            version = self._write(decision, candidate)
         except UserError as error:
             reason = f"the written candidate cannot be read back: {error}"
             self.record(replace(decision, decision="refuse", reason=reason))
             self.start_over()
             return
-        self.record(decision, version=version, live=live, share=share)
+        self.record(decision, version=version, live=live)
         self.spared = 0
-        if share > 0:
-            self.canary.begin(version)
-        else:
-            self._new_live_version()
+        self.live.renew()
         self.context.save()
         self.prune()
 
-    def _write(
-        self,
-        decision: Decision,
-        candidate: AbstractContextManager[TrainedDrafter],
-        *,
-        is_live: bool,
-    ) -> int:
+    def _write(self, decision: Decision, candidate: AbstractContextManager[TrainedDrafter]) -> int:
         """Number of the new version, with its provenance in the manifest."""
         counters = self.context.counters
         training = {
@@ -177,17 +144,12 @@ class VersionLifecycle:
         }
         with candidate as drafter:
             return self.publisher.publish(
-                drafter,
-                training=training,
-                data_range=data_range,
-                gate=decision.to_dict(),
-                live=is_live,
+                drafter, training=training, data_range=data_range, gate=decision.to_dict()
             )
 
     def prune(self) -> None:
         needed = (
             self.publisher.parent_version,
-            self.canary.version,
             displaced.version if (displaced := self.live.watch.displaced) else None,
             next(self.publisher.own_versions(), None),
         )
@@ -212,7 +174,7 @@ class VersionLifecycle:
             self.live.watch.begin(self.live.scorer)
             return False
         self.log.rolled_back(left, self.live.version, watched.to_dict())
-        self._new_live_version()
+        self.live.renew()
         if is_kept:
             self.live.watch.displace(left, scorer)
             self.spared = SPARED_DECISIONS
@@ -231,33 +193,6 @@ class VersionLifecycle:
         except UserError:
             return False
         return manifest.get("gate", {}).get("decision") == "accept"
-
-    def check_trial(self, window: Sequence[ServedText], *, max_depth: int) -> None:
-        """Promotes the version on trial or rolls it back, once the evidence suffices. `window`
-        holds the newest held-out texts."""
-        if self.canary.became_unseen():
-            self.context.report(
-                f"version {self.canary.version} is on trial and servers draft for no request; the "
-                "trial waits until they do"
-            )
-        verdict = self.canary.verdict(self.live.scorer, window, max_depth=max_depth)
-        if verdict is None or self.canary.trial is None:
-            return
-        tried = self.canary.trial.version
-        numbers = {"reason": verdict.reason, **self.canary.trial.numbers()}
-        if verdict.decision == "promoted":
-            self._promote(tried, numbers)
-        else:
-            self.log.rolled_back(tried, self.live.version, numbers)
-            self.canary.end()
-            self.start_over()
-        self.context.save()
-
-    def _promote(self, version: int, numbers: Mapping[str, Any]) -> None:
-        left = self.live.version
-        self.publisher.promote(version)
-        self.log.promoted(version, left, numbers)
-        self._new_live_version()
 
 
 class LiveVersion:
@@ -342,24 +277,17 @@ class DecisionLog:
                 return
             del self.waiting[0]
 
-    def gated(
-        self, decision: Decision, *, live: int, version: int | None, share: float, updates: int
-    ) -> None:
-        """A gate decision with its numbers. `version` is the published one, `share` its canary
-        share."""
-        numbers = {**decision.to_dict(), "live": live, "version": version, "share": share}
+    def gated(self, decision: Decision, *, live: int, version: int | None, updates: int) -> None:
+        """A gate decision with its numbers. `version` is the published one."""
+        numbers = {**decision.to_dict(), "live": live, "version": version}
         self.add({**numbers, "updates": updates})
         self.context.counters.count(decision.decision)
-        self.context.report(describe(decision, version, share))
+        self.context.report(describe(decision, version))
 
     def rolled_back(self, left: int, version: int, numbers: Mapping[str, Any]) -> None:
         self.context.counters.rolled_back += 1
         self.add({"decision": "rolled back", "left": left, "version": version, **numbers})
         self.context.report(f"version {left} is rolled back to {version}: {numbers['reason']}")
-
-    def promoted(self, version: int, left: int, numbers: Mapping[str, Any]) -> None:
-        self.add({"decision": "promoted", "version": version, "live": left, **numbers})
-        self.context.report(f"version {version} is promoted after its trial: {numbers['reason']}")
 
     def drifted(self, alarm: Alarm) -> None:
         self.context.counters.drift_alarms += 1
@@ -367,11 +295,10 @@ class DecisionLog:
         self.context.report(f"drift: {alarm.describe()}")
 
 
-def describe(decision: Decision, version: int | None, share: float) -> str:
-    """Line for people. `share` is that of a version on trial."""
+def describe(decision: Decision, version: int | None) -> str:
+    """Line for people."""
     comparison = decision.comparison
     text = f"version {version} published" if version else decision.decision
-    text += f" for a share of {share:g} of the requests" if share else ""
     text += f": {decision.reason}"
     if comparison is not None and comparison.requests:
         text += (

@@ -218,9 +218,8 @@ LONGEST = (
     "unit/serve/audit/test_audit_server.py",
     "integration/test_serve_command.py", "unit/train/test_on_policy_runs.py",
     "unit/train/objective/test_stored_teacher.py", "unit/kernels/test_compile.py",
-    "integration/test_fresh_noise.py", "integration/test_canary.py",
-    "integration/test_bench_drafters.py", "integration/test_bench_kernels.py",
-    "integration/test_bench_online.py",
+    "integration/test_fresh_noise.py", "integration/test_bench_drafters.py",
+    "integration/test_bench_kernels.py", "integration/test_bench_online.py",
     "unit/serve/engine/test_engine.py", "unit/serve/control/test_control.py",
     "unit/distill/gate/test_gate.py",
 )  # fmt: skip

@@ -6,7 +6,6 @@ Files in reading order:
 - `logged`: drafted positions of records, a draft's states there, alpha from logged probabilities
 - `sequential`: evidence that may be looked at any time
 - `regression`: roll back of a worse version
-- `canary`: a version on trial
 - `drift`: drift of traffic
 
 Other chapters import all of it.

@@ -264,7 +264,6 @@ class Loop:
         prompts: list[list[int]],
         *,
         version: int = 1,
-        prepare: Callable[[EngineCore], object] = lambda engine: None,
         **options: Any,
     ) -> None:
         """Answer the prompts with the draft in a folder, and write their rounds into the buffer."""
@@ -277,7 +276,6 @@ class Loop:
             sink=writer,
             draft_version=str(version),
         )
-        prepare(engine)
         engine.generate(prompts, self.sampling, text=False)
         writer.close()
 

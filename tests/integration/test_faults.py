@@ -218,7 +218,7 @@ def test_a_version_that_is_half_there_is_passed_over(loop: Callable[..., Any]) -
     weights.write_bytes(weights.read_bytes()[:100])
     (made.versions / "learner" / ".state-3.0123abcd.tmp").mkdir(parents=True)
     shutil.copytree(half, made.versions / ".v000003.0123abcd.tmp")
-    files.write_text(made.versions / ".canary.json.0123abcd.tmp", "{")
+    files.write_text(made.versions / ".current.0123abcd.tmp", "1")
     daemon.run(replace(made.config, max_updates=0))
     assert not [path for path in made.versions.rglob(".*") if path.suffix == ".tmp"], (
         "swept at the start, not at a publication"

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from draftsmith.distill.config import DistillConfig, DriftConfig, GateConfig, RetentionConfig
+from draftsmith.distill.config import DistillConfig, DriftConfig, RetentionConfig
 from draftsmith.distill.gate.drift import Drift
 from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.publisher import Publisher
@@ -19,7 +19,6 @@ from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.versions import Canary, read_canary
 
 
 @pytest.fixture
@@ -162,25 +161,19 @@ def test_decisions_without_a_promotion_bring_a_hint(
     assert told == "8 decisions in a row without a promotion; a lower learn.lr may help"
 
 
-@pytest.mark.parametrize("spoilt", ["nothing", "weights", "current"])
-def test_a_candidate_is_not_tried_beside_a_spoilt_live_version_but_replaces_it(
+@pytest.mark.parametrize("spoilt", ["weights", "current"])
+def test_a_candidate_replaces_a_spoilt_live_version(
     made: Callable[..., Publisher], target: Target, spoilt: str
 ) -> None:
     publisher = made(target.revision, target.revision)
     root = publisher.root
     if spoilt == "weights":
         (versions.folder_of(root, 2) / "model.safetensors").write_bytes(b"torn")
-    elif spoilt == "current":
+    else:
         (root / versions.CURRENT).write_text("\0")
-    config = DistillConfig(
-        target="", draft="", buffer="", versions=str(root), gate=GateConfig(canary=0.5)
-    )
+    config = DistillConfig(target="", draft="", buffer="", versions=str(root))
     context = Mock(config=config, counters=Mock(records=1, texts=1), cursor=dict)
     live = Mock(publisher=publisher, version=2, made_for="")
     lifecycle = VersionLifecycle(live, Mock(updates=1), context)
     lifecycle.publish(Decision("accept", "better"), nullcontext(publisher.live))
-    on_trial = read_canary(root)
-    if spoilt == "nothing":
-        assert versions.latest(root) == 2 and on_trial == Canary(3, 0.5)
-    else:
-        assert versions.latest(root) == 3 and on_trial is None and publisher.is_live_whole()
+    assert versions.latest(root) == 3 and versions.open_version(root, 3).is_dir()

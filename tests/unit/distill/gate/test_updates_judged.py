@@ -1,4 +1,4 @@
-"""Good and bad updates through gate, trial and watch as they decide together: what stays live, and
+"""Good and bad updates through gate and watch as they decide together: what stays live, and
 after how many requests.
 
 Only the drafts are made up, as distributions of acceptance over requests of their own difficulty;
@@ -19,7 +19,6 @@ import torch
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate import scoring
-from draftsmith.distill.gate.canary import Trial
 from draftsmith.distill.gate.gate import decide
 from draftsmith.distill.gate.regression import Earlier, watch
 from draftsmith.distill.gate.scoring import Scored, Scorer
@@ -71,7 +70,7 @@ class Draft(torch.nn.Module):
 
 class Ended(NamedTuple):
     how: str
-    requests: int  # that all or some servers drafted with it
+    requests: int  # that servers drafted with it
 
 
 class World:
@@ -134,28 +133,13 @@ class World:
 
     def judged(self, update: Update, config: GateConfig, target: Target) -> Ended:
         live, candidate = Draft(0.0, 0.0), Draft(update.scored, DISAGREEMENT)
-        window = self.gate(live, candidate, config, target)
-        if window is None:
+        if not self.is_accepted(live, candidate, config, target):
             return Ended("held", 0)
-        used = 0
-        if config.canary > 0:
-            verdict, used = self.trial(Draft(update.served, DISAGREEMENT), config)
-            if verdict == "undecided":
-                gain = np.mean(
-                    [
-                        self.level(one.request, candidate) - self.level(one.request, live)
-                        for one in window
-                    ]
-                )
-                verdict = "promoted" if gain > 0 else "rolled back"
-            if verdict != "promoted":
-                return Ended("taken back", used)
-        return self.watched(update, live, config, target, used)
+        return self.watched(update, live, config, target)
 
-    def gate(
+    def is_accepted(
         self, live: Draft, candidate: Draft, config: GateConfig, target: Target
-    ) -> list[ServedText] | None:
-        """The window that it was accepted on."""
+    ) -> bool:
         window, evidence = [self.text(live, 1) for _ in range(config.window)], Evidence()
         scorer = Scorer(live, target, max_length=512)
         for _ in range(LOOKS):
@@ -163,23 +147,11 @@ class World:
                 decide(scorer, candidate, window, config, max_depth=K, evidence=evidence).decision
                 == "accept"
             ):
-                return window
+                return True
             window = [*window, *(self.text(live, 1) for _ in range(PER_LOOK))][-config.window :]
-        return None
+        return False
 
-    def trial(self, served: Draft, config: GateConfig) -> tuple[str, int]:
-        trial = Trial(2, config.canary)
-        while (verdict := trial.verdict(config)) is None:
-            name, is_chosen = self.request(), bool(self.generator.random() < config.canary)
-            level = self.level(name, served if is_chosen else Draft(0.0, 0.0))
-            x = self.generator.binomial(20, level) / 20
-            trial.drafted += is_chosen
-            trial.bet(x, "", is_chosen=is_chosen, allowance=config.drop if is_chosen else 0.0)
-        return verdict.decision, trial.drafted
-
-    def watched(
-        self, update: Update, live: Draft, config: GateConfig, target: Target, used: int
-    ) -> Ended:
+    def watched(self, update: Update, live: Draft, config: GateConfig, target: Target) -> Ended:
         """A window of held-out requests under the new version."""
         scored, served = (Draft(gain, DISAGREEMENT) for gain in update.when_live())
         now, evidence = Scorer(scored, target, max_length=512), Ledger()
@@ -190,8 +162,8 @@ class World:
             if watch(
                 now, [static], texts, config, version="2", max_depth=K, evidence=evidence
             ).reason:
-                return Ended("taken back", used + len(texts))
-        return Ended("live", used + len(texts))
+                return Ended("taken back", len(texts))
+        return Ended("live", len(texts))
 
     def returned(
         self, gains: Sequence[float], config: GateConfig, target: Target, *, looks: int, floor: bool
@@ -238,11 +210,11 @@ def judged(
     return many
 
 
-def told(name: str, share: float, ended: list[Ended]) -> list[Ended]:
+def told(name: str, ended: list[Ended]) -> list[Ended]:
     """`pytest -s` shows what docs/statistics.md says."""
     used = [one.requests for one in ended if one.requests]
     after = f", after {int(np.median(used))} requests, {max(used)} at most" if used else ""
-    print(f"{name}, canary {share:g}: {dict(Counter(one.how for one in ended))}{after}")
+    print(f"{name}: {dict(Counter(one.how for one in ended))}{after}")
     return ended
 
 
@@ -250,20 +222,16 @@ COUNTS = [4, pytest.param(300, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("share", [0.0, 0.1])
 def test_every_bad_update_is_blocked_or_taken_back_within_a_window(
-    judged: Callable, share: float, count: int
+    judged: Callable, count: int
 ) -> None:
-    config = GateConfig(canary=share)
-    ends = {name: told(name, share, judged(update, config, count)) for name, update in BAD.items()}
+    ends = {name: told(name, judged(update, GateConfig(), count)) for name, update in BAD.items()}
     assert not any(one.how == "live" for ended in ends.values() for one in ended), ends
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("share", [0.0, 0.1])
-def test_good_updates_go_live_and_stay(judged: Callable, share: float, count: int) -> None:
-    config = GateConfig(canary=share)
-    ends = [told(name, share, judged(update, config, count)) for name, update in GOOD.items()]
+def test_good_updates_go_live_and_stay(judged: Callable, count: int) -> None:
+    ends = [told(name, judged(update, GateConfig(), count)) for name, update in GOOD.items()]
     ways = Counter(one.how for ended in ends for one in ended)
     assert ways["live"] >= 0.95 * ways.total(), ways
 
