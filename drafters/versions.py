@@ -18,11 +18,10 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from draftsmith import files
 from draftsmith.errors import UserError
-from draftsmith.prompts.shares import uniform
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -73,10 +72,9 @@ def publish(
     parent: int | None,
     data_range: Mapping[str, Any],
     gate: Mapping[str, Any],
-    live: bool = True,
 ) -> int:
     """`save` writes the draft checkpoint into the folder it is given. Returns the new version,
-    which is then the live one, unless it is to be tried first.
+    which is then the live one.
 
     `parent` is the version the draft was trained from, `data_range` the records it learned from,
     `gate` the numbers that earned its promotion. The caller holds the folder's lock: publishing has
@@ -100,8 +98,7 @@ def publish(
             "created_s": time.time(),
         }
         files.write_json(temporary / MANIFEST, files.plain(manifest))
-    if live:
-        _make_live(root, version)
+    _make_live(root, version)
     return version
 
 
@@ -261,47 +258,3 @@ def _next_version(root: Path) -> int:
 
 def _hashes(folder: Path) -> dict[str, str]:
     return {name: files.sha256_of(path) for name, path in files.files_in(folder).items()}
-
-
-CANARY = "canary.json"
-# Another one for another draw of `in_canary`, which servers and learner must share.
-CANARY_SCHEMA = 2
-
-
-class Canary(NamedTuple):
-    """`VERSIONS/canary.json`: a version on trial, and the share of requests that servers draft for
-    with it."""
-
-    version: int
-    share: float  # of the requests, above 0 and at most 1
-
-
-def read_canary(root: str | Path) -> Canary | None:
-    """Read the version on trial; None without one."""
-    path = Path(root) / CANARY
-    if not path.is_file():
-        return None
-    value = files.read_json(path, "the canary file")
-    known = {"schema", *Canary._fields}
-    if set(value) == known and value["schema"] == CANARY_SCHEMA:
-        version, share = value["version"], value["share"]
-        if type(version) is int and version > 0 and type(share) in (int, float) and 0 < share <= 1:
-            return Canary(version, float(share))
-    raise UserError(
-        f'{str(path)!r} holds {str(value)[:60]!r} instead of a trial such as {{"schema": '
-        f'{CANARY_SCHEMA}, "version": 7, "share": 0.1}}; mend or delete it'
-    )
-
-
-def write_canary(root: str | Path, canary: Canary) -> None:
-    files.write_json(Path(root) / CANARY, {"schema": CANARY_SCHEMA, **canary._asdict()})
-
-
-def remove_canary(root: str | Path) -> None:
-    (Path(root) / CANARY).unlink(missing_ok=True)
-
-
-def in_canary(request: str, share: float) -> bool:
-    """Decided by the request alone, as records name it, and apart from the draw that decides
-    whether it is recorded."""
-    return uniform(request, "canary") < share

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.serve.requests.request import LIVE
 
 # counted apart, with all that draft now; a server that learns for months sees thousands
 MAX_VERSIONS = 16
@@ -67,11 +66,8 @@ class EngineStats:
     swap_pauses_s: list[float] = field(default_factory=list)  # of the latest swaps, oldest first
     longest_swap_pause_s: float = 0.0  # of all swaps
     num_swaps_refused: int = 0
-    # by name of the draft; replaced, not changed
-    draft_versions: dict[str, str] = field(default_factory=dict)
-    # requests by name of the draft they were given
-    routed: Counter[str] = field(default_factory=Counter)
-    # `acceptance` of the served and the latest versions, oldest first, and of `TEXT`.
+    draft_version: str = ""
+    # `acceptance` of the latest versions, oldest first, and of `TEXT`.
     by_version: dict[str, AcceptanceCounts] = field(default_factory=dict)
     # `acceptance` by the context of the round, as `kernels/acceptance.py` numbers it
     by_context: dict[int, AcceptanceCounts] = field(default_factory=dict)
@@ -85,11 +81,6 @@ class EngineStats:
             if self.num_generation_tokens
             else None
         )
-
-    @property
-    def draft_version(self) -> str:
-        """Version of the live draft."""
-        return self.draft_versions.get(LIVE, "")
 
     def __post_init__(self) -> None:
         # Each adds the time of what is inside to `time_s`.
@@ -120,26 +111,17 @@ class EngineStats:
         for counts in (self.acceptance, by_version, self._of_context(bucket)):
             counts.add([offered], [accepted], [committed], times)
 
-    def count_swap(self, draft: str, version: str, pause_s: float) -> None:
-        self.draft_versions = {**self.draft_versions, draft: version}
+    def count_swap(self, version: str, pause_s: float) -> None:
+        self.draft_version = version
         self.num_swaps += 1
         # Replaced, not changed: a scrape may be walking through it.
         self.swap_pauses_s = [*self.swap_pauses_s, pause_s][-MAX_PAUSES:]
         self.longest_swap_pause_s = max(self.longest_swap_pause_s, pause_s)
 
-    def forget(self, draft: str) -> None:
-        self.draft_versions = {
-            name: version for name, version in self.draft_versions.items() if name != draft
-        }
-
     def _of_version(self, version: str) -> AcceptanceCounts:
         if version not in self.by_version:
             # One that still drafts must not begin at 0 again.
-            idle = [
-                name
-                for name in self.by_version
-                if name not in (TEXT, *self.draft_versions.values())
-            ]
+            idle = [name for name in self.by_version if name not in (TEXT, self.draft_version)]
             gone = idle[: max(0, len(self.by_version) + 1 - MAX_VERSIONS)]
             kept = {name: counts for name, counts in self.by_version.items() if name not in gone}
             # Replaced, not changed: a scrape may be walking through it.

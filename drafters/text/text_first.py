@@ -37,10 +37,6 @@ class TextFirst(ForwardCapturable, Capturable):
     def ends_chains(self) -> bool:
         return isinstance(self.model, EndsChains) and self.model.ends_chains
 
-    def beside(self, model: ServingDrafter) -> TextFirst:
-        """The same text in front of another model."""
-        return TextFirst(model, self.text, share=self.share)
-
     @property
     def max_positions(self) -> int | None:
         return draft_positions(self.model)

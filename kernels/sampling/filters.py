@@ -114,20 +114,13 @@ class SamplingRows:
             tuple(value == 0 for value in temperature),
         )
 
-    def select(
-        self, rows: torch.Tensor | slice, on_host: Sequence[int] | None = None
-    ) -> SamplingRows:
-        """Rows of them; `on_host` are the same where the host has them."""
-        greedy = self.greedy_rows
-        if greedy is not None:
-            greedy = None if on_host is None else tuple(greedy[row] for row in on_host)
+    def select(self, rows: torch.Tensor | slice) -> SamplingRows:
         return SamplingRows(
             self.temperature[rows],
             self.top_k[rows],
             self.top_p[rows],
             self.min_p[rows],
             self.passes,
-            greedy,
         )
 
     def room(self, num_rows: int) -> SamplingRows:

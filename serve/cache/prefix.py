@@ -8,8 +8,7 @@ A block's key is a digest of all text up to its end, chained from block to block
 tokens after it. A drafter that reads the token at t + 1 beside the state at t (`ahead` 1) keeps in
 a block's last position what depends on the token after the block; with that token in the key,
 target and draft share a block exactly when both find in it what they would have written. The root
-of the chain is the target's revision, the request's draft (where there are several, none of them
-reads what a worse one wrote), its adapter and its salt. The draft's version is no
+of the chain is the target's revision, the request's adapter and its salt. The draft's version is no
 part of it: keys and values that an older version wrote stay, as those of running requests do, and
 only acceptance can suffer.
 """
@@ -182,7 +181,7 @@ class PrefixCache:
         return request.block_keys[index]
 
     def _root_of(self, request: Request) -> bytes:
-        parts = (request.draft_name, request.options.adapter, request.options.cache_salt)
+        parts = request.options.adapter, request.options.cache_salt
         return self._root + "\0".join(parts).encode()
 
     def _wanted_taps(

@@ -4,6 +4,7 @@ Files in reading order:
 - `engine`: the loop of rounds
 - `round`: values of one round
 - `scheduler`: rows of a round
+- `live_draft`: the served draft, and new weights under it
 - `propose`: drafted tokens of a round
 - `proposal`: drafted tokens, on their device and as the host reads them
 - `runner`: the target's pass
@@ -15,5 +16,5 @@ Files in reading order:
 - `build`: an engine from its configuration
 - `loop`: the engine's thread
 
-Other chapters import `loop`, `build` and `engine`.
+Other chapters import `loop`, `build`, `engine` and `live_draft`.
 """

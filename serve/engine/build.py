@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 from draftsmith.drafters.compiled.captured import capture_forwards
-from draftsmith.drafters.interface import ForwardCapturable, ServingDrafter, draft_positions
+from draftsmith.drafters.interface import Capturable, ServingDrafter, draft_positions
 from draftsmith.drafters.quirks.kept_state import NUM_SIDES
 from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.target import Target
@@ -29,10 +28,10 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.config_checks import configured_tree
 from draftsmith.serve.control.auto import AutoControl, TreeControl
 from draftsmith.serve.control.control import Control, FixedControl
-from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.engine.graphs import PassGraphs, capture_drafts
+from draftsmith.serve.engine.graphs import PassGraphs
+from draftsmith.serve.engine.live_draft import LiveDraft
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import RoundRecorder
@@ -40,7 +39,6 @@ from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Scheduler
 from draftsmith.serve.engine.verify import RULES, rule_name
 from draftsmith.serve.requests.input_processor import InputProcessor
-from draftsmith.serve.requests.request import LIVE
 from draftsmith.serve.stats import EngineStats
 
 log = logging.getLogger(__name__)
@@ -71,7 +69,7 @@ def build_engine(
     if config.compile == "auto":
         capture_forwards(target, drafter)
     plan = plan_blocks(target, drafter, config)
-    stats = EngineStats(draft_versions={} if drafter is None else {LIVE: draft_version})
+    stats = EngineStats(draft_version="" if drafter is None else draft_version)
     tree = configured_tree(config)
     scheduler = _scheduler(target, drafter, config, plan)
     max_blocks = scheduler.blocks.blocks_for(plan.max_length) + 1
@@ -82,22 +80,16 @@ def build_engine(
         pool = drafter.new_pool(plan.num_blocks, config.block_size, target.device, target.dtype)
     captures = config.compile == "auto" and pins(target.device)
     draft_graphs = CountedCapturer(CudaCapturer(target.device)) if captures else None
-    room = GraphRoom(pool, config.max_batch, max_blocks, draft_graphs) if draft_graphs else None
-    drafts = DraftSet(
-        drafter,
-        target,
-        stats,
-        make_ready=partial(_make_ready, config=config, room=room),
-        requests=scheduler.requests,
-    )
+    draft = LiveDraft(drafter, target, stats)
     proposer = Proposer(
-        drafts,
+        draft,
         pool,
         vocab_size=target.vocab_size,
         tree=tree,
         least_confidence=config.least_confidence,
     )
-    capture_drafts(drafter, room)
+    if draft_graphs is not None and isinstance(drafter, Capturable):
+        drafter.capture(GraphRoom(pool, config.max_batch, max_blocks, draft_graphs))
     runner = _runner(target, config, plan, proposer, max_blocks=max_blocks, adapters=adapters)
     rule = rule_name(config, trees=tree is not None)
     recorder = RoundRecorder(sink, target, config, rule=rule, taps=proposer.taps)
@@ -105,7 +97,6 @@ def build_engine(
     kept = 0 if drafter is None else most_kept(target, drafter, plan, config)
     return EngineCore(
         target=target,
-        drafter=drafter,
         config=config,
         max_length=plan.max_length,
         stats=stats,
@@ -119,7 +110,7 @@ def build_engine(
         ),
         scheduler=scheduler,
         tables=BlockTables(config.max_batch, max_blocks, target.device),
-        drafts=drafts,
+        draft=draft,
         proposer=proposer,
         runner=runner,
         draft_graphs=draft_graphs,
@@ -127,7 +118,7 @@ def build_engine(
         recorder=recorder,
         adapters=names,
         outputs=outputs,
-        committer=Committer(target, scheduler, drafts, proposer, outputs, recorder, most_kept=kept),
+        committer=Committer(target, scheduler, proposer, outputs, recorder, most_kept=kept),
     )
 
 
@@ -175,16 +166,9 @@ def _runner(
 
 def most_drafted(proposer: Proposer, config: EngineConfig) -> int:
     """Most drafted tokens of a row of a round, unless a request asks for more."""
-    if not proposer.drafts.served:
+    if proposer.drafter is None:
         return 0
     return config.k if proposer.tree is None else proposer.tree.nodes
-
-
-def _make_ready(further: ServingDrafter, *, config: EngineConfig, room: GraphRoom | None) -> None:
-    """Prepare a further draft for serving as the first one was."""
-    if config.compile == "auto" and isinstance(further, ForwardCapturable):
-        further.capture_forward()
-    capture_drafts(further, room)
 
 
 def check_recorded_taps(drafter: ServingDrafter | None, config: EngineConfig) -> None:

@@ -12,7 +12,6 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import bucket_of
 from draftsmith.kernels.dispatch import pins
 from draftsmith.serve.control.control import RoundResult, RowResult
-from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.output import (
     OutputQueue,
     StopCheck,
@@ -22,7 +21,6 @@ from draftsmith.serve.engine.output import (
     no_logprobs,
     token_logprobs,
 )
-from draftsmith.serve.engine.proposal import DraftSource
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import Round, RowOutput
@@ -46,15 +44,14 @@ class Committer:
         self,
         target: Target,
         scheduler: Scheduler,
-        drafts: DraftSet,
         proposer: Proposer,
         outputs: OutputQueue,
         recorder: RoundRecorder,
         *,
         most_kept: int,
     ):
-        self.scheduler, self.drafts, self.proposer = scheduler, drafts, proposer
-        self.outputs, self.recorder, self.stats = outputs, recorder, drafts.stats
+        self.scheduler, self.proposer = scheduler, proposer
+        self.outputs, self.recorder, self.stats = outputs, recorder, proposer.stats
         self.eos_token_ids, self.most_kept = target.eos_token_ids, most_kept
         self.state_layers = target.state_layers or None  # whose states are kept between rounds
         # The next pass runs while the host goes on, so that updates wait until it is launched.
@@ -115,9 +112,9 @@ class Committer:
         kept, before = check_stop(request, row.emitted, self.eos_token_ids), len(request.tokens)
         self._extend(request, kept.committed, now_s)
         self._store_prefix(request)
-        offered, version = 0, None
-        if round.proposal is not None:
-            offered, version = round.drafted.offered(row.index), self._draft_version(round, row)
+        offered, version = round.drafted.offered(row.index), None
+        if round.drafted.by_draft(row.index):
+            version = self.stats.draft_version
         count = len(kept.committed)
         self._uncounted.append((request, offered, row.accepted, count, version, before))
         if kept.finish_reason is FinishReason.ERROR:
@@ -156,7 +153,7 @@ class Committer:
             if request.recording.tap_log is not None:
                 states = round.output.taps[begin : begin + count - again]
                 self.recorder.keep_taps(request, row.row.begin + again, states)
-        if round.proposal is not None and round.drafted.is_read(row.index):
+        if round.drafted.is_read(row.index):
             self.proposer.advance(row.row, len(row.drafted), row.accepted)
         draft = request.draft
         if draft.taps:
@@ -176,12 +173,6 @@ class Committer:
     def _store_prefix(self, request: Request) -> None:
         if self.scheduler.prefix is not None:
             self.scheduler.prefix.store(request)
-
-    def _draft_version(self, round: Round, row: RowOutput) -> str | None:
-        """Version that drafted the row; None for text in its place and for no draft."""
-        if not round.drafted.by_its_draft(row.index):
-            return None
-        return self.stats.draft_versions[row.row.request.draft_name]
 
     def _count(self) -> None:
         """Count the rows that were committed, those that are alike at once."""
@@ -248,7 +239,6 @@ class Committer:
         if not self.scheduler.running:
             self._shared = None
         self.proposer.finished(request)
-        self.drafts.release()
         self.stats.finished[reason.value] += 1
         self.stats.num_seeded_requests += request.repeatable
 
@@ -270,8 +260,7 @@ def round_result(round: Round, accepted: Sequence[int | None], seconds: float) -
             row.k,
             None if count is None else min(count, row.k),
         )
-        for index, (row, count) in enumerate(zip(drafting, accepted, strict=True))
-        if not round.drafted.sources or round.drafted.sources[index] is not DraftSource.NONE
+        for row, count in zip(drafting, accepted, strict=True)
     ]
     return RoundResult(
         plan=round.schedule.plan,

@@ -20,10 +20,10 @@ from draftsmith.kernels.cuda_graphs import CountedCapturer
 from draftsmith.kernels.dispatch import Reading, Upload, reads_freely
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import MAX_K, draft_temperatures
-from draftsmith.serve.drafts.draft_set import DraftSet
 from draftsmith.serve.engine.commit import Committer, round_result
+from draftsmith.serve.engine.live_draft import LiveDraft
 from draftsmith.serve.engine.output import OutputQueue
-from draftsmith.serve.engine.propose import Proposer, tokens_by_draft
+from draftsmith.serve.engine.propose import ProposalRequest, Proposer, tokens_to_read
 from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import (
     Round,
@@ -59,18 +59,16 @@ from draftsmith.serve.stats import EngineStats
 
 @dataclass(eq=False, kw_only=True)
 class EngineCore:
-    """A target, at most one drafter (further drafts of its kind may come beside it) and the
-    requests between them."""
+    """A target, at most one drafter, and the requests between them."""
 
     target: Target
-    drafter: ServingDrafter | None
     config: EngineConfig
     max_length: int  # most tokens of prompt and answer together
     stats: EngineStats
     inputs: InputProcessor
     scheduler: Scheduler
     tables: BlockTables
-    drafts: DraftSet
+    draft: LiveDraft
     proposer: Proposer
     runner: TargetRunner
     rule: Rule
@@ -78,7 +76,7 @@ class EngineCore:
     adapters: list[str]  # names of the target's LoRA adapters
     outputs: OutputQueue
     committer: Committer
-    draft_graphs: CountedCapturer | None = None  # what captures the drafts' steps
+    draft_graphs: CountedCapturer | None = None  # what captures the draft's steps
     # launched already, its rows' newest tokens still on the device when it was
     _ahead: Round | None = field(default=None, init=False, repr=False)
     # Entered every round, as making one takes five calls.
@@ -100,12 +98,6 @@ class EngineCore:
 
     def _enqueue(self, request: Request) -> None:
         self.scheduler.add(request)
-        self.arrived(request)
-
-    def arrived(self, request: Request) -> None:
-        """Decide, before a request is admitted, what its prefix-cache lookup depends on: its draft,
-        and whether its records hold states."""
-        self.drafts.route(request)
         self.recorder.begin(request)
 
     def cancel(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -136,6 +128,10 @@ class EngineCore:
         request.k = k
 
     @property
+    def drafter(self) -> ServingDrafter | None:
+        return self.draft.drafter
+
+    @property
     def max_draft_depth(self) -> int:
         """Most drafted tokens that a round may keep, unless a request asks for more; 0 without a
         drafter."""
@@ -151,7 +147,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or bool(self.drafts.swaps)
+        return self.scheduler.busy or bool(self.draft.swaps)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, text: bool = True
@@ -207,8 +203,8 @@ class EngineCore:
 
     def _launched(self) -> Round | None:
         """The next round; None when no request can take part."""
-        if self.drafts.swaps:
-            self._apply_swaps()
+        if self.draft.apply_swaps():
+            self.scheduler.control.new_draft()
         begun_s = time.perf_counter()
         with self.stats.phases["host"]:
             schedule = self.scheduler.schedule()
@@ -229,7 +225,7 @@ class EngineCore:
             or round.verdict is None
             or round.sampling.adjust is not None
             or self.runner.states is not None
-            or self.drafts.swaps
+            or self.draft.swaps
         ):
             return None
         schedule = self.scheduler.after(round.schedule)
@@ -243,10 +239,6 @@ class EngineCore:
         self._judge(after)
         return after
 
-    def _apply_swaps(self) -> None:
-        if self.drafts.apply_swaps():
-            self.scheduler.control.new_draft()
-
     def _round(self, schedule: Schedule, begun_s: float) -> Round:
         """A round, whose numbers are on their way to its device."""
         with self.stats.phases["host"]:
@@ -256,8 +248,7 @@ class EngineCore:
             upload = Upload(sampling.device)
             if not reads_freely(sampling.device):
                 # What drafting and the target pass will ask for, each group at once.
-                drafting = [(tokens,) for tokens in tokens_by_draft(schedule.drafting)]
-                groups = (*drafting, self.runner.expected(rows, tables))
+                groups = (tokens_to_read(schedule.drafting),), self.runner.expected(rows, tables)
                 num_drafting = len(schedule.drafting)
                 tables, upload = sampling.send(tables, *groups, num_drafting=num_drafting)
             num_catch_up = 0
@@ -274,16 +265,17 @@ class EngineCore:
             params = sampling.params[:count]
             greedy = self.config.draft_sampling == "greedy"
             temperatures = draft_temperatures(params, greedy=greedy)
-            round.proposal = self.proposer.propose(
+            asked = ProposalRequest(
                 rows,
                 round.tables[:count],
                 sampling.draft_distributions(count, temperatures),
                 sampling.draft_seeds[:count],
                 sampling.budgets[:count],
-                adjust=sampling.adjust,
-                least_survival=0.0 if plan is None else plan.least_survival,
-                upload=round.upload,
+                sampling.adjust,
+                0.0 if plan is None else plan.least_survival,
+                round.upload,
             )
+            round.proposal = self.proposer.propose(asked)
             round.reading = drafted_early(round.proposal, sampling)
 
     def _run(self, round: Round, newest: torch.Tensor | None = None) -> None:

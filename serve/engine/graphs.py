@@ -16,13 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import Capturable, ServingDrafter
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.trees.nodes import NodeLayout
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import NULL_BLOCK
-from draftsmith.kernels.cuda_graphs import Capturer, Graph, GraphRoom, GraphShapes, Shape, Shapes
+from draftsmith.kernels.cuda_graphs import Capturer, Graph, GraphShapes, Shape, Shapes
 from draftsmith.kernels.dispatch import Upload, sent
 from draftsmith.serve.control.control import MAX_AUTO_K
 
@@ -277,9 +276,3 @@ class PassGraphs(GraphShapes[Shape, None]):
         context = PagedPass(self.pool, tables, positions, lengths, tree=tree)
         rows = torch.arange(len(ids), device=ids.device)
         return self.target.forward(ids[None], positions[None], context, rows, self.taps)
-
-
-def capture_drafts(drafter: ServingDrafter | None, room: GraphRoom | None) -> None:
-    """Lets a drafter draft by graphs, if it can; `room` None: the device has none."""
-    if isinstance(drafter, Capturable) and room is not None:
-        drafter.capture(room)

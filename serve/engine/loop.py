@@ -15,12 +15,11 @@ from typing import NamedTuple, TypeVar
 
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import use_device
-from draftsmith.serve.drafts.swap import Swap, SwapLate
 from draftsmith.serve.engine.engine import EngineCore
+from draftsmith.serve.engine.live_draft import Swap, SwapLate
 from draftsmith.serve.engine.scheduler import QueueFull
 from draftsmith.serve.requests.request import (
     DEFAULT_OPTIONS,
-    LIVE,
     FinishReason,
     OnUpdate,
     Request,
@@ -140,14 +139,12 @@ class EngineLoop:
                 f"the engine did not come to it within {timeout_s:g} s; it is stuck"
             ) from None
 
-    def swap(
-        self, folder: str, version: str, *, draft: str = LIVE, timeout_s: float = 60.0
-    ) -> Swap:
+    def swap(self, folder: str, version: str, *, timeout_s: float = 60.0) -> Swap:
         """Load a version on this thread and wait until the engine serves with it. A swap that was
         given up is never applied."""
         if self._ended:
             raise SwapLate(f"version {version} cannot be swapped in; the engine has stopped")
-        swap = self.engine.drafts.prepare(folder, version, draft)
+        swap = self.engine.draft.prepare(folder, version)
         self._inbox.put(Action(_wake_up))
         # Given up only before the engine has begun it; from then on only a copy remains.
         if not swap.done.wait(timeout_s) and (swap.give_up() or not swap.done.wait(timeout_s)):
@@ -159,13 +156,9 @@ class EngineLoop:
             raise UserError(swap.error)
         return swap
 
-    def retire(self, draft: str) -> None:
-        """Give the draft no more requests; it goes when its last one has ended."""
-        self._inbox.put(Action(partial(self.engine.drafts.retire, draft)))
-
     def quarantine(self) -> None:
-        """Let the live draft draft seldom until another version is swapped in."""
-        self.engine.drafts.live.quarantined = True
+        """Let the draft draft seldom until another version is swapped in."""
+        self.engine.draft.quarantined = True
 
     def close(self, drain_s: float = 0.0) -> None:
         """No new requests; those running get `drain_s` to finish, then they are aborted."""
@@ -185,7 +178,7 @@ class EngineLoop:
         with self._lock:
             self._arriving -= 1
             self.engine.scheduler.waiting.append(request)
-        self.engine.arrived(request)
+        self.engine.recorder.begin(request)
 
     def _stop(self) -> None:
         self._stopped = True

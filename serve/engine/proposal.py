@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.trees.nodes import node_depths
 from draftsmith.kernels.constants import MAX_NODES
-from draftsmith.kernels.dispatch import read_freely, sent
+from draftsmith.kernels.dispatch import read_freely
 from draftsmith.kernels.verify.verdict import Drafts, DraftTree, paths
 
 
 class BadProposal(ValueError):
     """The drafter returned something no verification should see."""
-
-
-class DraftSource(enum.Enum):
-    """Origin of a row's drafted tokens."""
-
-    DRAFT = enum.auto()  # the draft of the row's request
-    TEXT = enum.auto()  # text, in place of the trained draft behind it
-    # Nothing, because the draft rests or has failed: the row says nothing about the draft.
-    NONE = enum.auto()
 
 
 class DraftCheck(enum.IntEnum):
@@ -52,7 +43,7 @@ class RoundProposal(NamedTuple):
     """Drafted tokens of the drafting rows, one entry per row in every field."""
 
     sizes: list[int]  # drafted tokens that the pass has of each row, usable or not
-    sources: list[DraftSource]
+    from_text: list[bool]  # text drafted them, in place of the trained draft behind it
     drawn: list[bool]  # False: tokens are deterministic, not drawn from a distribution
     drafted: torch.Tensor  # [B, K] int64, as the draft gave them
     tokens: torch.Tensor  # [B, K] the same, inside the vocabulary
@@ -93,7 +84,7 @@ class Drafted(NamedTuple):
     """The same as the host reads it; every list has an entry per drafting row."""
 
     chains: list[list[int]]  # usable tokens
-    sources: list[DraftSource]
+    from_text: list[bool]
     drawn: list[bool]
     checks: list[DraftCheck]
     depths: list[int]  # a round keeps at most so many of a row's tokens
@@ -112,7 +103,7 @@ class Drafted(NamedTuple):
         """Reading of a proposal whose rows might have `allowed` [B] tokens each of a vocabulary."""
         nodes, width = proposal.nodes, proposal.tokens.shape[1]
         chains = [row[2 : 2 + row[1]] for row in report]
-        given = proposal.sources, proposal.drawn
+        given = proposal.from_text, proposal.drawn
         if nodes is None:
             sound = DraftCheck.SOUND
             checks = [
@@ -125,23 +116,16 @@ class Drafted(NamedTuple):
         checks = list(map(_check_of_tree, report))
         return cls(chains, *given, checks, depths, proposal.logits, parents, nodes.q_rows)
 
-    @property
-    def as_planned(self) -> bool:
-        """True when most rows have tokens of their own draft. One draft of several that fails must
-        not keep the control of k from learning."""
-        return 2 * self.sources.count(DraftSource.NONE) < len(self.chains)
-
     def offered(self, index: int) -> int:
         return self.depths[index] if index < len(self.depths) else 0
 
-    def by_its_draft(self, index: int) -> bool:
-        """True when the draft of the row's request drafted it, not text in its place."""
-        return index < len(self.sources) and self.sources[index] is DraftSource.DRAFT
+    def by_draft(self, index: int) -> bool:
+        """True when the draft drafted the row, not text in its place."""
+        return index < len(self.from_text) and not self.from_text[index]
 
     def is_read(self, index: int) -> bool:
         """True when the draft's cache is right for the row's tokens."""
-        drafted = index < len(self.sources) and self.sources[index] is not DraftSource.NONE
-        return drafted and self.checks[index] is DraftCheck.SOUND
+        return index < len(self.checks) and self.checks[index] is DraftCheck.SOUND
 
 
 NOTHING_DRAFTED = Drafted([], [], [], [], [], None)
@@ -239,14 +223,11 @@ def _known(
     return report
 
 
-def _origins(proposal: Proposal, num_rows: int) -> tuple[list[DraftSource], list[bool]]:
-    """(origin, drawn from a distribution) of each row's tokens."""
+def _origins(proposal: Proposal, num_rows: int) -> tuple[list[bool], list[bool]]:
+    """(from text, drawn from a distribution) of each row's tokens."""
     drawn = proposal.logits is not None if proposal.parents is None else proposal.q_rows is not None
-    if not proposal.copied:
-        return [DraftSource.DRAFT] * num_rows, [drawn] * num_rows
-    copied = [row in proposal.copied for row in range(num_rows)]
-    sources = [DraftSource.TEXT if from_text else DraftSource.DRAFT for from_text in copied]
-    return sources, [drawn and not from_text for from_text in copied]
+    from_text = [row in proposal.copied for row in range(num_rows)]
+    return from_text, [drawn and not one for one in from_text]
 
 
 def _has_mass(proposal: Proposal, tokens: torch.Tensor) -> torch.Tensor | None:
@@ -287,79 +268,3 @@ def _checked_trees(
         mass = mass & (drawn | (own < 0) | (parents < -1)).all(dim=1)
     usable = torch.where(whole, proposal.lengths.clamp(min=0), 0)
     return ProposedTrees(parents, mass[:, None].long(), q_rows), usable
-
-
-class Part(NamedTuple):
-    """Proposal of one draft for its rows of a round."""
-
-    rows: Sequence[int]  # of the round
-    proposal: RoundProposal
-
-
-def joined(parts: Sequence[Part], num_rows: int) -> RoundProposal:
-    """Proposal of the whole round; rows in none of the parts have no drafted tokens."""
-    device = parts[0].proposal.tokens.device
-    indices = [sent(device, rows)[0] for rows, _ in parts]
-
-    def whole(values: Sequence[torch.Tensor], fill: float) -> torch.Tensor:
-        shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in values), strict=True)]
-        found = values[0].new_full((num_rows, *shape), fill)
-        for at, one in zip(indices, values, strict=True):
-            index = (at, *map(slice, one.shape[1:]))
-            found[index] = one
-        return found
-
-    def of_host(values: Sequence[Sequence[Any]], fill: Any) -> list[Any]:
-        found = [fill] * num_rows
-        for (rows, _), own in zip(parts, values, strict=True):
-            for row, value in zip(rows, own, strict=True):
-                found[row] = value
-        return found
-
-    every = [proposal for _, proposal in parts]
-    given = [one.logits for one in every if one.logits is not None]
-    nodes, logits = None, None
-    if every[0].nodes is not None:
-        parents, mass, q_rows = zip(*_numbered(every), strict=True)
-        nodes = ProposedTrees(
-            whole(parents, -2), whole(mass, 1), whole(q_rows, -1) if given else None
-        )
-        logits = torch.cat(given) if given else None
-    elif given:
-        logits = whole([_distributions(one, given[0]) for one in every], -torch.inf)
-    return RoundProposal(
-        of_host([one.sizes for one in every], 0),
-        of_host([one.sources for one in every], DraftSource.NONE),
-        of_host([one.drawn for one in every], False),
-        whole([one.drafted for one in every], 0),
-        whole([one.tokens for one in every], 0),
-        whole([one.offered for one in every], 0),
-        whole([one.usable for one in every], 0),
-        whole([one.held for one in every], 0),
-        logits,
-        nodes,
-    )
-
-
-def _distributions(proposal: RoundProposal, like: torch.Tensor) -> torch.Tensor:
-    """[B, K, V] of chains; one-hot where nothing was drawn."""
-    if proposal.logits is not None:
-        return proposal.logits
-    one_hot = like.new_full((*proposal.tokens.shape, like.shape[2]), -torch.inf)
-    return one_hot.scatter_(2, proposal.tokens[:, :, None], 0.0)
-
-
-def _numbered(every: Sequence[RoundProposal]) -> list[ProposedTrees]:
-    """Trees whose distributions are numbered among those of all parts."""
-    found, count = [], 0
-    for one in every:
-        assert one.nodes is not None
-        q_rows = one.nodes.q_rows
-        if one.logits is None or q_rows is None:
-            num_rows, width = one.tokens.shape
-            q_rows = one.tokens.new_full((num_rows, width + 1), -1)
-        else:
-            q_rows = torch.where(q_rows < 0, -1, q_rows + count)
-            count += len(one.logits)
-        found.append(one.nodes._replace(q_rows=q_rows))
-    return found

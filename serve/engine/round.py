@@ -162,7 +162,7 @@ class Round:
     rows: list[ScheduledRow]  # in the order of the pass
     tables: torch.Tensor  # [rows, most blocks of any of them]
     sampling: RowSampling  # of the deciding rows
-    num_catch_up: int  # tokens that the drafts had yet to read
+    num_catch_up: int  # tokens that the draft had yet to read
     begun_s: float
     upload: Upload  # what is on the device already
     proposal: RoundProposal | None = None  # None: nothing was drafted
@@ -188,8 +188,8 @@ class Round:
 
     @property
     def as_planned(self) -> bool:
-        """True unless most of the rows that were to draft did not."""
-        return not self.schedule.drafting or self.drafted.as_planned
+        """True unless the rows that were to draft did not."""
+        return not self.schedule.drafting or self.proposal is not None
 
     @property
     def planned_k(self) -> int:

@@ -29,7 +29,6 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts, label_of
 from draftsmith.progress import duration, factor
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.request import CANARY, shown
 from draftsmith.serve.stats import EngineStats, StatsReading
 
 PAGE = Path(__file__).with_name("dashboard.html")
@@ -97,7 +96,6 @@ class Source:
         tables = [
             classes_table(self.by_class),
             contexts_table(engine.stats),
-            drafts_table(engine),
             versions_table(self.versions, engine.stats),
             lossless_table(learner),
             decisions_table(decisions),
@@ -172,27 +170,6 @@ def classes_table(by_class: Mapping[str, AcceptanceCounts]) -> Told:
 def contexts_table(stats: EngineStats) -> Told:
     rows = [(PLAIN, (label_of(at), *rates(counts))) for at, counts in stats.by_context.items()]
     return table_of("Tokens before the round", ("context", *RATES), rows if len(rows) > 1 else [])
-
-
-def drafts_table(engine: EngineCore) -> Told:
-    """One row per draft, the live one first."""
-    stats, share = engine.stats, 100 * engine.drafts.canary_share
-    routed = dict(stats.routed)
-    rows = [
-        (
-            PLAIN,
-            (
-                shown(draft),
-                version or "-",
-                str(routed.get(draft, 0)),
-                *rates(stats.by_version.get(version)),
-                f"on trial, {share:.0f} % of the requests" if draft == CANARY else "",
-            ),
-        )
-        for draft, version in stats.draft_versions.items()
-    ]
-    head = ("draft", "version", "requests", *RATES, "")
-    return table_of("Drafts", head, rows if len(rows) > 1 else [])
 
 
 def versions_table(root: str | None, stats: EngineStats) -> Told:

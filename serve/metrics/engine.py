@@ -14,7 +14,7 @@ from draftsmith.drafters.weights import TellsReads
 from draftsmith.kernels.acceptance import label_of
 from draftsmith.record import SinkCounts
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.request import Drafting, FinishReason, shown
+from draftsmith.serve.requests.request import Drafting, FinishReason
 from draftsmith.serve.stats import MAX_PAUSES
 
 
@@ -228,25 +228,17 @@ class EngineCollector(Collector):
 
     def _swaps(self) -> Iterator[Metric]:
         stats = self.engine.stats
-        labels = ["model_name", "draft", "version"]
         versions = GaugeMetricFamily(
             "draftsmith_draft_version",
-            "1 for each served draft, the live one first.",
-            labels=labels,
+            "1 for the version of the served draft.",
+            labels=["model_name", "version"],
         )
-        for draft, version in stats.draft_versions.items():
-            versions.add_metric([self.model, shown(draft), version], 1)
+        if self.engine.drafter is not None:
+            versions.add_metric([self.model, stats.draft_version], 1)
         yield versions
-        quarantined = [draft.quarantined for draft in self.engine.drafts.served.values()]
-        text = "1 while the live draft, made for other weights of the target, drafts seldom."
-        yield self._gauge("draftsmith_draft_quarantined", text, float(any(quarantined)))
-        routed = {shown(draft): count for draft, count in dict(stats.routed).items()}
-        yield self._labelled(
-            "draftsmith_requests_routed",
-            "Requests by the draft that they were given.",
-            "draft",
-            routed,
-        )
+        text = "1 while the draft, made for other weights of the target, drafts seldom."
+        quarantined = self.engine.draft.quarantined
+        yield self._gauge("draftsmith_draft_quarantined", text, float(quarantined))
         yield self._counter("draftsmith_swaps", "Draft versions swapped in.", stats.num_swaps)
         yield self._counter(
             "draftsmith_swaps_refused", "Draft versions refused.", stats.num_swaps_refused

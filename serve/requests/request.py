@@ -1,5 +1,5 @@
-"""Request and its state in the engine: the draft chosen for it, and the target's states at its
-first positions, kept for its records. Torch-free but for the tap tensors it carries."""
+"""Request and its state in the engine, and the target's states at its first positions, kept for its
+records. Torch-free but for the tap tensors it carries."""
 
 from __future__ import annotations
 
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 
     from draftsmith.serve.sampling.state import SamplingState
     from draftsmith.text_stream import TextStream
-
-
-LIVE = ""
-CANARY = "canary"
-
-
-def shown(draft: str) -> str:
-    """The name of a draft in logs and metrics."""
-    return draft or "live"
 
 
 class FinishReason(str, enum.Enum):
@@ -201,7 +192,6 @@ class Request:
     max_tokens: int
     on_update: OnUpdate | None = None
     options: RequestOptions = DEFAULT_OPTIONS
-    draft_name: str = LIVE  # given when it comes in
     text_stream: TextStream | None = None
     # None: its distribution is the target's under temperature and filters
     sampling_state: SamplingState | None = None

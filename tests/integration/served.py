@@ -25,7 +25,6 @@ from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.statistics import Fit, g_test
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.request import CANARY
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.adjusting import adjusted
 from tests.stand_in_drafts import unlike
@@ -234,24 +233,16 @@ def fit(distribution: Distribution, texts: Iterable[list[int]]) -> Fit:
 
 
 class Swaps:
-    """Other weights of every draft of an engine at each call; `alone` the live draft's, else a
-    version on trial is beside it."""
+    """Other weights of an engine's draft at each call."""
 
-    def __init__(self, engine: EngineCore, family: str, root: Path, *, alone: bool):
+    def __init__(self, engine: EngineCore, family: str, root: Path):
         self.engine, self.rounds, target = engine, 0, engine.runner.target
         self.folders = [str(root / str(seed)) for seed in (1, 2)]
         for seed, folder in enumerate(self.folders, 1):
             checkpoint.save(unlike(target, seed, family, **small(family)), folder, target)
-        if alone:
-            return
-        engine.drafts.prepare(self.folders[0], "0", draft=CANARY)
-        engine.step()
-        engine.drafts.canary_share = 0.5
 
     def __call__(self) -> None:
-        for number, name in enumerate(self.engine.drafts.served):
-            folder = self.folders[(self.rounds + number) % 2]
-            self.engine.drafts.prepare(folder, str(self.rounds), draft=name)
+        self.engine.draft.prepare(self.folders[self.rounds % 2], str(self.rounds))
         self.rounds += 1
 
 

@@ -224,7 +224,7 @@ def test_versions_are_counted_apart_and_the_oldest_forgotten() -> None:
     assert list(stats.by_version) == [str(version) for version in range(4, MAX_VERSIONS + 4)]
     assert stats.by_version["7"] == AcceptanceCounts([2, 1], [2, 0], {2: 2})
     assert stats.acceptance.rounds == 2 * (MAX_VERSIONS + 4)
-    stats.draft_versions = {"": "5"}
+    stats.draft_version = "5"
     stats.count_round(offered=1, accepted=1, committed=2, version=None)
     for version in range(100, 103):
         stats.count_round(offered=1, accepted=1, committed=2, version=str(version))

@@ -13,7 +13,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.request import LIVE, Request
+from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.integration.served import Around, finish, make_drafter
 
@@ -106,9 +106,9 @@ def test_taps_of_undrafted_text_are_found_again(target: Target) -> None:
     drafter = drafter_of("eagle3", target)
     cold, warm = Witness(drafter), Witness(drafter)
     engine = build_engine(target, warm, EngineConfig(k=3, block_size=8))
-    engine.drafts.live._pause = 10_000
+    engine.draft._pause = 10_000
     engine.generate([SHARED], params(0))
-    engine.drafts.put(LIVE, warm)
+    engine.draft._pause = 0
     found = engine.generate([PROMPTS[1]], params(1))
     assert engine.stats.prefix_cache_hits == 40 and warm.starts[0] == 0
     alone = build_engine(target, cold, EngineConfig(k=3, prefix_cache=False)).generate(

@@ -23,7 +23,7 @@ from draftsmith.serve.control.control import FixedControl, RoundPlan, RowBudget
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.round import Round
-from draftsmith.serve.requests.request import CANARY, Request, RequestOptions, Update
+from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.tables import CountedTexts
@@ -281,8 +281,7 @@ def check_way(way: Way, world: World, num_samples: int, root: Path) -> None:
     """The distribution, and that drafts of every depth were offered, some of them kept."""
     engine = engine_of(world, way.draft, **way.mode)
     many = num_samples == MANY_SAMPLES[world.length]
-    alone = way is ORDINARY["swapped"] and not many
-    swaps = Swaps(engine, way.swapped, root, alone=alone) if way.swapped else None
+    swaps = Swaps(engine, way.swapped, root) if way.swapped else None
     found = answers(
         world, engine, num_samples, between=swaps, draft_temperature=way.draft_temperature
     )
@@ -293,7 +292,6 @@ def check_way(way: Way, world: World, num_samples: int, root: Path) -> None:
     assert not stats.fallbacks
     if swaps is not None:
         assert stats.num_swaps > (80 if many else 20)
-        assert alone or num_samples / 10 < stats.routed[CANARY] < 0.9 * num_samples
     if way.draft in ENDED:
         assert 0.1 * stats.offered[0] < stats.offered[1] < 0.9 * stats.offered[0], stats.offered
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.errors import UserError
 from draftsmith.serve import watch
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts.swap import Swap
+from draftsmith.serve.engine import live_draft
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.live_draft import Swap
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.requests.request import CANARY, FinishReason
+from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 from tests.integration.served import Swaps, finish, publish, small
@@ -32,9 +34,13 @@ PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7], [100, 4, 100, 4, 100, 4, 77]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
-def new_eagle3(target: Target, seed: int, **options: int) -> Eagle3:
+def new_eagle3(target: Target, seed: int, **options: Any) -> Eagle3:
     counts = torch.ones(target.vocab_size, dtype=torch.int64)
     return Eagle3.create(Eagle3Options(**options), target, seed=seed, token_counts=counts).eval()
+
+
+def full(folder: Path, target: Target) -> NoReturn:
+    raise torch.OutOfMemoryError("nothing is left")
 
 
 def saved(target: Target, drafter: object, folder: Path) -> str:
@@ -53,7 +59,7 @@ def test_after_a_swap_the_engine_drafts_with_the_new_weights(
 ) -> None:
     drafter = new_eagle3(target, 0)
     engine = build_engine(target, drafter, EngineConfig(k=3), draft_version="0")
-    swap = engine.drafts.prepare(folders[0], "1")
+    swap = engine.draft.prepare(folders[0], "1")
     assert not swap.done.is_set() and engine.stats.draft_version == "0"
     engine.step()
     assert (
@@ -75,37 +81,34 @@ def test_after_a_swap_the_engine_drafts_with_the_new_weights(
         *(pytest.param(one, marks=pytest.mark.long) for one in ("dspark", "draft-lm")),
     ],
 )
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside one on trial"])
 def test_greedy_text_is_the_same_with_a_swap_before_every_round(
-    alone: bool, family: str, target: Target, tmp_path: Path
+    family: str, target: Target, tmp_path: Path
 ) -> None:
     config = EngineConfig(k=3, compile="off")
     expected = build_engine(target, None, config).generate(PROMPTS, GREEDY)
     drafter = unlike(target, 0, family, **small(family))
     addresses = {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()}
     engine = build_engine(target, drafter, config)
-    swaps = Swaps(engine, family, tmp_path, alone=alone)
-    requests = []
-    for number, prompt in enumerate(PROMPTS):
-        engine.drafts.canary_share = float(number > 0)
-        requests.append(engine.submit(prompt, GREEDY))
+    swaps = Swaps(engine, family, tmp_path)
+    requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     finish(engine, swaps)
     assert [request.output for request in requests] == [one.tokens for one in expected]
     assert {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()} == addresses
-    assert engine.stats.num_swaps >= swaps.rounds > 5 and not engine.stats.fallbacks
+    assert engine.stats.num_swaps == swaps.rounds > 5 and not engine.stats.fallbacks
     assert engine.stats.num_draft_tokens > 0
-    assert engine.stats.routed[CANARY] == (0 if alone else 2)
 
 
-@pytest.mark.parametrize("case", ["family", "shape", "nan", "missing", "corrupt"])
+@pytest.mark.parametrize("case", ["family", "shape", "layers", "nan", "missing", "corrupt", "room"])
 def test_a_draft_that_does_not_fit_is_refused_and_the_old_one_stays(
-    case: str, target: Target, tmp_path: Path
+    case: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "draft"
     if case == "family":
         saved(target, Mtp.create(MtpOptions(), target, seed=0), folder)
     elif case == "shape":
         saved(target, new_eagle3(target, 1, draft_vocab_size=100), folder)
+    elif case == "layers":
+        saved(target, new_eagle3(target, 1, taps=(1,)), folder)
     elif case != "missing":
         saved(target, new_eagle3(target, 1), folder)
         weights = folder / "model.safetensors"
@@ -113,13 +116,15 @@ def test_a_draft_that_does_not_fit_is_refused_and_the_old_one_stays(
             tensors = load_file(weights)
             tensors["fc.weight"][0, 0] = torch.nan
             save_file(tensors, weights)
+        elif case == "room":
+            monkeypatch.setattr(live_draft, "load", full)
         else:
             weights.write_bytes(weights.read_bytes()[:-100])
     drafter = new_eagle3(target, 0)
     before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     engine = build_engine(target, drafter, EngineConfig(), draft_version="0")
     with pytest.raises(UserError) as error:
-        engine.drafts.prepare(str(folder), "1")
+        engine.draft.prepare(str(folder), "1")
     assert "\n" not in str(error.value)
     engine.step()
     assert (
@@ -133,7 +138,7 @@ def test_a_draft_that_does_not_fit_is_refused_and_the_old_one_stays(
 def test_only_a_trained_draft_can_be_swapped(target: Target, folders: list[str]) -> None:
     for drafter in (None, Ngram()):
         with pytest.raises(UserError, match="without a trained draft"):
-            build_engine(target, drafter, EngineConfig()).drafts.prepare(folders[0], "1")
+            build_engine(target, drafter, EngineConfig()).draft.prepare(folders[0], "1")
 
 
 def test_the_watcher_follows_new_versions_and_rollbacks_under_load(
@@ -220,14 +225,14 @@ def test_a_failure_nobody_foresaw_does_not_end_the_watching(
 ) -> None:
     engine = build_engine(target, new_eagle3(target, 0), EngineConfig(k=3, compile="off"))
     failures = iter(range(3))
-    prepare = engine.drafts.prepare
+    prepare = engine.draft.prepare
 
-    def failing(folder: str, version: str, draft: str) -> Swap:
+    def failing(folder: str, version: str) -> Swap:
         if next(failures, None) is not None:
             raise KeyError("of another release")
-        return prepare(folder, version, draft)
+        return prepare(folder, version)
 
-    monkeypatch.setattr(engine.drafts, "prepare", failing)
+    monkeypatch.setattr(engine.draft, "prepare", failing)
     loop = EngineLoop(engine).start()
     publish(tmp_path, new_eagle3(target, 1), target)
     watcher = VersionWatcher(loop, tmp_path, poll_s=0.01).start()

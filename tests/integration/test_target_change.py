@@ -21,8 +21,8 @@ from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.fleet.rl import PolicyRevisions
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts.served import PROBE
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.live_draft import PROBE
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
@@ -208,7 +208,7 @@ def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_
             one.tokens for one in plain
         ]
         drafted, rounds = engine.stats.rounds_by_k[3], engine.stats.num_rounds
-        assert [engine.drafts.live.take_turn() for _ in range(2 * PROBE)].count(True) == 2
+        assert [engine.draft.take_turn() for _ in range(2 * PROBE)].count(True) == 2
         # One that fits neither is no better.
         site.publish(drafter, target={"revision": "another"})
         assert not watcher.look() and "stays out" in caplog.text
@@ -217,9 +217,9 @@ def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_
     versions.rollback(site.config.versions, 1, "a test")
     daemon.run(site.config)
     with_own = versions.latest(site.config.versions)
-    swap = engine.drafts.prepare(
+    swap = engine.draft.prepare(
         str(versions.open_version(site.config.versions, with_own)), str(with_own)
     )
     engine.step()
-    assert swap.done.is_set() and not engine.drafts.live.quarantined
-    assert all(engine.drafts.live.take_turn() for _ in range(2 * PROBE))
+    assert swap.done.is_set() and not engine.draft.quarantined
+    assert all(engine.draft.take_turn() for _ in range(2 * PROBE))

@@ -53,7 +53,6 @@ ORDER = {
         "requests",
         "audit",
         "cache",
-        "drafts",
         "engine",
         "metrics",
         "tools",

@@ -32,10 +32,10 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RecordSink, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts.swap import Swap
 from draftsmith.serve.engine.build import build_engine
+from draftsmith.serve.engine.live_draft import Swap
 from draftsmith.serve.engine.loop import EngineLoop
-from draftsmith.serve.requests.request import LIVE, Request, RequestOptions
+from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.watch import VersionWatcher
 from scripts.bench.online.domains import Ask
@@ -136,13 +136,8 @@ class Server:
 class Unstarted(EngineLoop):
     """A loop whose engine is stepped by others: what is swapped in waits for the next round."""
 
-    def swap(
-        self, folder: str, version: str, *, draft: str = LIVE, timeout_s: float = 60.0
-    ) -> Swap:
-        return self.engine.drafts.prepare(folder, version, draft=draft)
-
-    def retire(self, draft: str) -> None:
-        self.engine.drafts.retire(draft)
+    def swap(self, folder: str, version: str, *, timeout_s: float = 60.0) -> Swap:
+        return self.engine.draft.prepare(folder, version)
 
 
 class World:

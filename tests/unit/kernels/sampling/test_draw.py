@@ -146,7 +146,7 @@ def test_top_p_keeps_what_torch_keeps_of_flat_and_of_steep_logits(
     rows = SamplingRows.of([0.8] * 6, top_p=[top_p] * 6, top_k=[top_k] * 6)
     logits = logits_of(7, 6, 3000, 1.0) * scale
     for row in range(6):
-        one = rows.select(slice(row, row + 1), [row])
+        one = rows.select(slice(row, row + 1))
         found = draw_compiled(logits[row : row + 1], one, *streams(1, seed=row), Purpose.BONUS)
         if found is not None:
             expected = draw_torch(logits[row : row + 1], one, *streams(1, seed=row), Purpose.BONUS)

@@ -28,7 +28,6 @@ from draftsmith.record import RecordedRound, RoundRecord, SinkCounts
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.round import Round
-from draftsmith.serve.requests.request import CANARY
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 from tests import device_stand_in
@@ -93,7 +92,6 @@ class Served:
         *values: dict[str, Any],
         change: Change | None = None,
         sink: Records | None = None,
-        canary: bool = False,
         **options: Any,
     ) -> Answers:
         """Answers of the prompts; of the device, the costs of one round are left in its counts."""
@@ -105,9 +103,6 @@ class Served:
         config = EngineConfig(k=3, max_length=64, num_blocks=40, compile="off", **options)
         engine = build_engine(self.target, self.drafter, config, sink=sink)
         engine.committer.overlaps = self.device is not None  # as on CUDA
-        if canary:
-            engine.drafts.put(CANARY, self.drafter)
-            engine.stats.draft_versions[CANARY] = "trial"
         rounds: list[tuple[list[int], int]] = []
         commit = engine.committer.commit
 
@@ -127,9 +122,6 @@ class Served:
             )
             for seed, prompt in enumerate(PROMPTS)
         ]
-        if canary:
-            for request in requests[1::2]:
-                request.draft_name = CANARY
         number = 0
         while engine.busy:
             number += 1
@@ -246,13 +238,6 @@ def test_requests_of_other_parameters_share_a_round(
     assert counted.count("wait") == 1, counted.events
 
 
-def test_rows_of_two_drafts_wait_once(both: Callable[..., StandIn]) -> None:
-    tree = "dynamic:nodes=6,depth=3,width=2"
-    counted = both("eagle3", SAMPLED, GREEDY, canary=True, tree=tree)
-    events = "\n".join(map(str, counted.events))
-    assert counted.count("wait") + counted.count("wait", drafting=True) == 1, events
-
-
 def outside(call: int, proposal: Proposal) -> Proposal:
     """A token that is none, in every third round."""
     tokens = proposal.tokens.clone()
@@ -345,40 +330,6 @@ def test_a_bad_draft_slows_as_it_does_on_a_cpu(name: str, both: Callable[..., St
     fallbacks = both.expected.fallbacks  # type: ignore[attr-defined]
     assert counted.count("wait") == 1
     assert fallbacks.get(cause, 0) >= 2 if cause else not any(fallbacks.values())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "change, values, options, cause",
-    [
-        (outside, SAMPLED, {}, "invalid"),
-        (broken, GREEDY, {}, "nan"),
-        (shorter, SAMPLED, {"verification": "block"}, None),
-        (under_later, GREEDY, {"tree": TREES}, "invalid"),
-        (without_mass, SAMPLED, {"tree": TREES}, "nan"),
-    ],
-)
-def test_one_bad_draft_of_two_slows_as_it_does_on_a_cpu(
-    change: Change,
-    values: dict[str, Any],
-    options: dict[str, Any],
-    cause: str | None,
-    both: Callable[..., StandIn],
-) -> None:
-    """Rows of the other one keep their tokens."""
-    counted = both(
-        "eagle3",
-        {**values, "seed": None},
-        change=change,
-        canary=True,
-        records=True,
-        seed=3,
-        **options,
-    )
-    fallbacks = both.expected.fallbacks  # type: ignore[attr-defined]
-    assert counted.count("wait") == 1
-    assert fallbacks.get(cause, 0) >= 2 if cause else not any(fallbacks.values())
-    assert_recorded_alike(*both.sinks)  # type: ignore[attr-defined]
 
 
 @pytest.mark.long

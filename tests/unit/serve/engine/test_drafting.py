@@ -10,10 +10,10 @@ import torch
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.kernels.dispatch import Upload
 from draftsmith.kernels.sampling.filters import SamplingRows
-from draftsmith.serve.drafts.draft_set import DraftSet
+from draftsmith.serve.engine.live_draft import LiveDraft
 from draftsmith.serve.engine.proposal import Drafted, RoundProposal
-from draftsmith.serve.engine.propose import Proposer
-from draftsmith.serve.requests.request import LIVE, DraftState
+from draftsmith.serve.engine.propose import ProposalRequest, Proposer
+from draftsmith.serve.requests.request import DraftState
 from draftsmith.serve.stats import EngineStats
 
 
@@ -35,9 +35,8 @@ class BrokenLater:
 
 
 def proposer_of(drafter: ServingDrafter) -> Proposer:
-    stats, unused = EngineStats(), cast(Any, None)
-    drafts = DraftSet(drafter, unused, stats, make_ready=unused, requests=unused)
-    return Proposer(drafts, None, vocab_size=8)
+    unused = cast(Any, None)
+    return Proposer(LiveDraft(drafter, unused, EngineStats()), None, vocab_size=8)
 
 
 def proposed(drafter: ServingDrafter) -> RoundProposal:
@@ -47,19 +46,21 @@ def proposed(drafter: ServingDrafter) -> RoundProposal:
         draft=DraftState(),
         num_tokens=3,
         repeatable=False,
-        draft_name=LIVE,
     )
     rows = [SimpleNamespace(request=request, k=2) for _ in range(3)]
-    drafts = proposer_of(drafter).propose(
+    asked = ProposalRequest(
         rows,
         torch.zeros(3, 1, dtype=torch.int64),
         SamplingRows.of([1.0] * 3),
         torch.arange(3),
         torch.tensor([2, 2, 2]),
-        upload=Upload(torch.device("cpu")),
+        None,
+        0.0,
+        Upload(torch.device("cpu")),
     )
-    assert drafts is not None
-    return drafts
+    found = proposer_of(drafter).propose(asked)
+    assert found is not None
+    return found
 
 
 def read(drafter: ServingDrafter) -> Drafted:
@@ -72,3 +73,24 @@ def test_tokens_before_a_broken_distribution_are_still_verified() -> None:
     drafted = read(BrokenLater())
     assert drafted.chains == [[1, 2], [3], []]
     assert [drafted.is_read(row) for row in range(3)] == [True, False, False]
+
+
+class Copies:
+    """Row 1 is copied from text."""
+
+    family = "copies"
+    taps: tuple[int, ...] = ()
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        return Proposal(
+            tokens=torch.tensor([[1, 2], [3, 4], [5, 6]]),
+            lengths=torch.tensor([2, 2, 2]),
+            logits=torch.zeros(3, 2, 8),
+            copied=frozenset({1}),
+        )
+
+
+def test_rows_that_text_drafted_are_not_counted_as_the_drafts() -> None:
+    drafted = read(Copies())
+    assert [drafted.by_draft(row) for row in range(4)] == [True, False, True, False]
+    assert [drafted.is_read(row) for row in range(4)] == [True, True, True, False]

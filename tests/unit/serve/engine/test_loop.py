@@ -12,9 +12,9 @@ import pytest
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.drafts.swap import Swap, SwapLate
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
+from draftsmith.serve.engine.live_draft import Swap, SwapLate
 from draftsmith.serve.engine.loop import (
     MOST_FAILURES,
     MOST_LONE_FAILURES,
@@ -24,7 +24,7 @@ from draftsmith.serve.engine.loop import (
 )
 from draftsmith.serve.engine.scheduler import QueueFull
 from draftsmith.serve.http.errors import as_refusal
-from draftsmith.serve.requests.request import LIVE, FinishReason, Request, Update
+from draftsmith.serve.requests.request import FinishReason, Request, Update
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.text_stream import TextStream
 from tests.waiting import wait_until
@@ -206,13 +206,13 @@ class Swaps:
 
     def __init__(self, engine: EngineCore, monkeypatch: pytest.MonkeyPatch):
         self.made: list[Swap] = []
-        monkeypatch.setattr(engine.drafts, "prepare", self.prepare)
+        monkeypatch.setattr(engine.draft, "prepare", self.prepare)
         self.engine = engine
 
-    def prepare(self, folder: str, version: str, draft: str = LIVE) -> Swap:
+    def prepare(self, folder: str, version: str) -> Swap:
         swap = Swap(version, [])
         self.made.append(swap)
-        self.engine.drafts.swaps.append(swap)
+        self.engine.draft.swaps.append(swap)
         return swap
 
 
@@ -238,7 +238,7 @@ def test_a_copy_that_fails_is_told_and_ends_no_request(
     def fail(swap: Swap) -> float:
         raise RuntimeError("the device is full")
 
-    monkeypatch.setattr("draftsmith.serve.drafts.draft_set.apply_swap", fail)
+    monkeypatch.setattr("draftsmith.serve.engine.live_draft.apply_swap", fail)
     reader = ask(loop)
     with pytest.raises(UserError, match="the device is full"):
         loop.swap("folder", "9")

@@ -51,7 +51,7 @@ def by_acceptance(engine: EngineCore) -> dict[str, Any]:
     decided by time alone."""
     return plain({
         "survival": engine.scheduler.control.survival,
-        "rests": [(one._failures, one._pause) for one in engine.drafts.served.values()],
+        "rests": (engine.draft._failures, engine.draft._pause),
         "records": engine.recorder.num_records,
     })  # fmt: skip
 
@@ -140,7 +140,7 @@ def test_a_draft_does_not_rest_by_draws_that_can_be_repeated(
     engine = build_engine(target, drafter, EngineConfig(k=3, compile="off"))
     serve(engine, params)
     (failures,) = engine.stats.fallbacks.values()
-    assert (engine.drafts.live._failures > 0) == rests
+    assert (engine.draft._failures > 0) == rests
     if rests:
         assert drafter.calls < 10
         return

@@ -19,7 +19,6 @@ from draftsmith.serve.engine.proposal import (
     BadProposal,
     DraftCheck,
     Drafted,
-    DraftSource,
     checked,
 )
 from draftsmith.serve.engine.round import PassOutput
@@ -121,7 +120,7 @@ def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None
     count = len(forest)
     drafts = Drafted(
         tokens,
-        [DraftSource.DRAFT] * count,
+        [False] * count,
         [True] * count,
         [DraftCheck.SOUND] * count,
         [9] * count,

@@ -22,7 +22,6 @@ from draftsmith.serve.metrics.dashboard import (
     History,
     Source,
 )
-from draftsmith.serve.requests.request import CANARY, LIVE
 from draftsmith.serve.stats import EngineStats
 
 Table = list[list[str]]
@@ -32,8 +31,7 @@ Table = list[list[str]]
 def engine() -> Any:
     """What a source reads of an engine."""
     scheduler = SimpleNamespace(running=[], waiting=[], blocks=SimpleNamespace(usage=0.25))
-    drafts = SimpleNamespace(canary_share=0.1)
-    return SimpleNamespace(stats=EngineStats(), drafter=None, scheduler=scheduler, drafts=drafts)
+    return SimpleNamespace(stats=EngineStats(), drafter=None, scheduler=scheduler)
 
 
 @pytest.fixture
@@ -110,21 +108,6 @@ def test_classes_and_contexts_have_their_own_rates(engine: Any) -> None:
     found = Source(History(engine), {}, "m").read()
     contexts = cells(found, "Tokens before the round")
     assert [one[0] for one in contexts] == ["0-256", "2k-4k"]
-
-
-def test_a_draft_on_trial_is_told_beside_the_live_one(engine: Any, told: Callable) -> None:
-    stats = engine.stats
-    stats.count_swap(LIVE, "7", 0.0)
-    assert cells(told(), "Drafts") == [], "one draft needs no table"
-    served = ((LIVE, "7", 6), (CANARY, "8", 1))
-    for draft, version, requests in served:
-        stats.count_swap(draft, version, 0.0)
-        stats.routed[draft] = requests
-    stats.count_round(2, 1, 2, version="8")
-    assert cells(told(), "Drafts") == [
-        ["live", "7", "6", "0", "-", "-", ""],
-        ["canary", "8", "1", "1", "2.00", "1.00 0.00", "on trial, 10 % of the requests"],
-    ]
 
 
 def test_versions_carry_their_gate_and_the_live_one_is_marked(

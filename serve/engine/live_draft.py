@@ -1,14 +1,14 @@
-"""New draft weights under a running engine: loaded and checked beside it, copied between rounds to
-the old addresses.
+"""Draft that an engine serves: its failures and pauses, and new weights under the running engine,
+loaded and checked beside it and copied between rounds to the old addresses.
 
-A draft with a new name comes as a module of its own, made ready beside the engine as well, and is
-taken in between rounds.
+`prepare` may run on any thread; all else runs on the engine's, between two rounds.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +21,12 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import pins
-from draftsmith.serve.requests.request import LIVE
+from draftsmith.serve.stats import EngineStats
+
+log = logging.getLogger(__name__)
+
+PROBE = 4  # a draft in quarantine drafts in one of so many rounds: enough to measure it
+LONGEST_PAUSE = 256  # rounds without drafting after a drafter has failed again and again
 
 
 class SwapLate(UserError):
@@ -35,8 +40,6 @@ class Swap:
 
     version: str
     pairs: list[tuple[torch.Tensor, torch.Tensor]]  # live tensor, new values
-    draft: str = LIVE  # which of the engine's drafts it is for
-    drafter: ServingDrafter | None = None  # what drafts with it
     done: threading.Event = field(default_factory=threading.Event)
     pause_s: float = 0.0
     error: str = ""
@@ -54,37 +57,95 @@ class Swap:
         return True
 
 
-def prepare_swap(
-    drafter: ServingDrafter | None, target: Target, folder: str, version: str, *, draft: str = LIVE
-) -> Swap:
-    """Swap that copies over the weights of `drafter`, which it keeps: the engine may have dropped
-    the draft by then."""
+class LiveDraft:
+    """`drafter` None: no speculation. `stats` are the engine's."""
+
+    def __init__(self, drafter: ServingDrafter | None, target: Target, stats: EngineStats):
+        self.drafter, self.target, self.stats = drafter, target, stats
+        self.swaps: deque[Swap] = deque()  # filled by any thread, emptied by the engine's
+        self._begin()
+
+    def _begin(self) -> None:
+        """Starts with new weights, against which nothing counts yet."""
+        self.quarantined = False  # made for other weights of the target: it drafts seldom
+        self._failures = 0
+        self._pause = 0
+
+    def take_turn(self) -> bool:
+        """True when the draft may draft in this round. Counts down the pause that follows failures,
+        or a turn in quarantine."""
+        if self._pause > 0:
+            self._pause -= 1
+            return False
+        if self.quarantined:
+            self._pause = PROBE - 1
+        return True
+
+    def succeeded(self) -> None:
+        self._failures = 0
+
+    def failed(self, cause: str, error: object) -> None:
+        self._failures += 1
+        self._pause = min(2 ** (self._failures - 1), LONGEST_PAUSE) - 1
+        if self._pause < LONGEST_PAUSE - 1 or self._failures % 16 == 0:
+            log.warning(
+                "the draft failed (%s: %s); it rests for %d rounds", cause, error, self._pause
+            )
+
+    def prepare(self, folder: str, version: str) -> Swap:
+        """Load and check draft weights on the caller's thread and queue them for the next round.
+
+        Raises `UserError` for a draft that does not fit; the old one stays.
+        """
+        try:
+            swap = prepare_swap(self.drafter, self.target, folder, version)
+        except UserError:
+            self.stats.num_swaps_refused += 1
+            raise
+        except torch.OutOfMemoryError as error:
+            self.stats.num_swaps_refused += 1
+            raise UserError(
+                f"version {version} found no room on the device ({error}); serve with a smaller "
+                "memory_gib"
+            ) from error
+        self.swaps.append(swap)
+        return swap
+
+    def apply_swaps(self) -> bool:
+        """Apply all queued swaps; True when there was one."""
+        changed = False
+        while self.swaps:
+            swap = self.swaps.popleft()
+            if swap.claim():
+                self._apply(swap)
+                changed = True
+        return changed
+
+    def _apply(self, swap: Swap) -> None:
+        try:
+            pause_s = apply_swap(swap)
+        except RuntimeError as error:
+            # Whatever mixture of weights drafts now, answers keep the target's distribution.
+            log.exception("draft version %s could not be copied in", swap.version)
+            swap.error = (
+                f"version {swap.version} could not be copied in ({error}); publish it again or "
+                "restart the server"
+            )
+            self.stats.num_swaps_refused += 1
+        else:
+            self.stats.count_swap(swap.version, pause_s)
+        self._begin()
+        swap.done.set()
+
+
+def prepare_swap(drafter: ServingDrafter | None, target: Target, folder: str, version: str) -> Swap:
     live = model_of(drafter, version)
     served, pairs = live.state_dict(), []
     for name, values in checked_weights(live, load(Path(folder), target), version).items():
         # What both share with the target (an embedding, say) needs no copy.
         if values.data_ptr() != served[name].data_ptr():
             pairs.append((served[name], values.to(served[name])))
-    return Swap(version, pairs, draft, drafter)
-
-
-def prepare_new(
-    drafter: ServingDrafter | None,
-    target: Target,
-    folder: str,
-    version: str,
-    *,
-    draft: str,
-    make_ready: Callable[[ServingDrafter], None],
-) -> Swap:
-    """A further draft beside `drafter`, the live one, which it must be like; `make_ready` prepares
-    it for serving."""
-    live = model_of(drafter, version)
-    new = load(Path(folder), target, dtype=next(live.parameters()).dtype)
-    checked_weights(live, new, version)
-    further = drafter.beside(new) if isinstance(drafter, TextFirst) else new
-    make_ready(further)
-    return Swap(version, [], draft, further)
+    return Swap(version, pairs)
 
 
 def model_of(drafter: ServingDrafter | None, version: str) -> torch.nn.Module:
