@@ -44,8 +44,6 @@ MOST_REVISIONS = 1024
 FOLDER = re.compile(r"state-(\d{8})")
 LEARNER = "learner"
 TEXTS = ("fresh", "window", "reservoir", "latest")
-# Of the track among `lineages` in the file, where there were once others.
-TRACK = ""
 
 
 @dataclass
@@ -151,7 +149,7 @@ class StateFolder:
                 "target_revision": target_revision,
                 "revisions": list(revisions),
                 "monitor": monitor,
-                "lineages": {TRACK: _save_track(learner, state, folder, with_records)},
+                "track": _save_track(learner, state, folder, with_records),
             }
             files.write_json(folder / "state.json", values)
         for older in self.numbers()[:-1]:
@@ -181,7 +179,7 @@ class StateFolder:
             revisions = [*revisions, left][-MOST_REVISIONS:]
         counters, records = LearnerCounters(**values["counters"]), _records(folder / "open.parquet")
         # All or nothing: everything is read before the learner is touched.
-        saved = _read_track(values["lineages"][TRACK], learner.parameters, folder)
+        saved = _read_track(values["track"], learner.parameters, folder)
         if is_rebased:
             saved = saved.rebased()
             records = [record_table.tokens_only(record) for record in records]

@@ -230,7 +230,7 @@ def test_a_learner_goes_on_after_a_restart_with_the_states_it_holds(
 
     first = new_learner()
     first.update(texts[:4])
-    state = TrackState(1, False, Ledger(), None, {}, [], texts[4:])
+    state = TrackState(1, False, Ledger(), {}, [], texts[4:])
     StateFolder(tmp_path).save(
         first, state, cursor={}, counters=LearnerCounters(), target_revision="now", open_records=[]
     )

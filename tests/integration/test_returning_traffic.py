@@ -47,7 +47,7 @@ def test_what_was_learned_goes_on_after_a_rollback_unless_no_gate_has_seen_it(
     (rolled,) = made.decisions("rolled back")
     assert (rolled["left"], rolled["version"]) == (2, 1)
     state, is_kept = made.state(), decision == "accept"
-    (track,) = state["lineages"].values()
+    track = state["track"]
     assert track["state"]["displaced"] == (2 if is_kept else None)
     # The steps of before count on, or begin again.
     assert (track["steps"] > 0) == is_kept
@@ -83,7 +83,7 @@ def test_a_version_that_was_left_goes_live_again_when_its_traffic_is_back(
     made.serve(60)
     daemon.run(watched_only(made))
     assert versions.latest(made.versions) == (2 if is_displaced else 1)
-    (track,) = made.state()["lineages"].values()
+    track = made.state()["track"]
     # The one that was left last is the other one now.
     assert track["state"]["displaced"] == (1 if is_displaced else None)
 
