@@ -40,11 +40,11 @@ class ProposedTrees(NamedTuple):
 
 
 class RoundProposal(NamedTuple):
-    """Drafted tokens of the drafting rows, one entry per row in every field."""
+    """Drafted tokens of the drafting rows."""
 
     sizes: list[int]  # drafted tokens that the pass has of each row, usable or not
-    from_text: list[bool]  # text drafted them, in place of the trained draft behind it
-    drawn: list[bool]  # False: tokens are deterministic, not drawn from a distribution
+    copied: frozenset[int]  # rows that text drafted, in place of the trained draft behind it
+    drawn: bool  # the draft's tokens come from a distribution; False: they are deterministic
     drafted: torch.Tensor  # [B, K] int64, as the draft gave them
     tokens: torch.Tensor  # [B, K] the same, inside the vocabulary
     offered: torch.Tensor  # [B] int64, how many of them the draft gave
@@ -84,8 +84,8 @@ class Drafted(NamedTuple):
     """The same as the host reads it; every list has an entry per drafting row."""
 
     chains: list[list[int]]  # usable tokens
-    from_text: list[bool]
-    drawn: list[bool]
+    copied: frozenset[int]
+    drawn: bool
     checks: list[DraftCheck]
     depths: list[int]  # a round keeps at most so many of a row's tokens
     logits: torch.Tensor | None
@@ -103,7 +103,7 @@ class Drafted(NamedTuple):
         """Reading of a proposal whose rows might have `allowed` [B] tokens each of a vocabulary."""
         nodes, width = proposal.nodes, proposal.tokens.shape[1]
         chains = [row[2 : 2 + row[1]] for row in report]
-        given = proposal.from_text, proposal.drawn
+        given = proposal.copied, proposal.drawn
         if nodes is None:
             sound = DraftCheck.SOUND
             checks = [
@@ -121,14 +121,14 @@ class Drafted(NamedTuple):
 
     def by_draft(self, index: int) -> bool:
         """True when the draft drafted the row, not text in its place."""
-        return index < len(self.from_text) and not self.from_text[index]
+        return index < len(self.chains) and index not in self.copied
 
     def is_read(self, index: int) -> bool:
         """True when the draft's cache is right for the row's tokens."""
         return index < len(self.checks) and self.checks[index] is DraftCheck.SOUND
 
 
-NOTHING_DRAFTED = Drafted([], [], [], [], [], None)
+NOTHING_DRAFTED = Drafted([], frozenset(), False, [], [], None)
 
 
 def _check_of_chain(row: list[int], allowed: int, vocab_size: int) -> DraftCheck:
@@ -176,13 +176,13 @@ def checked(
     most = min(width, MAX_NODES) if trees else width
     tokens = drafted.clamp(0, vocab_size - 1)
     mass = None if trees else _has_mass(proposal, tokens)
-    origins = _origins(proposal, num_rows)
+    drawn = (proposal.q_rows if trees else proposal.logits) is not None
     if not trees and (known := _known(drafted, offered, mass, allowed, vocab_size)) is not None:
         counts, usable = [row[1] for row in known], offered
         if counts != [row[0] for row in known]:
             usable = torch.tensor(counts)
-        given = drafted, tokens, offered, usable, usable, proposal.logits
-        return RoundProposal(counts, *origins, *given, known=known)
+        given = proposal.copied, drawn, drafted, tokens, offered, usable, usable, proposal.logits
+        return RoundProposal(counts, *given, known=known)
     sound, nodes = tokens == drafted, None
     real = torch.arange(width, device=drafted.device) < offered[:, None]
     if trees:
@@ -193,9 +193,8 @@ def checked(
     sizes, held = usable.tolist() if exact else read_freely(usable), usable
     if sizes is None:
         sizes, held = [min(one, most) for one in allowed], budgets.clamp(max=most)
-    return RoundProposal(
-        sizes, *origins, drafted, tokens, offered, usable, held, proposal.logits, nodes
-    )
+    given = proposal.copied, drawn, drafted, tokens, offered, usable, held, proposal.logits
+    return RoundProposal(sizes, *given, nodes)
 
 
 def _known(
@@ -221,13 +220,6 @@ def _known(
             usable += 1
         report.append([count, usable, *tokens])
     return report
-
-
-def _origins(proposal: Proposal, num_rows: int) -> tuple[list[bool], list[bool]]:
-    """(from text, drawn from a distribution) of each row's tokens."""
-    drawn = proposal.logits is not None if proposal.parents is None else proposal.q_rows is not None
-    from_text = [row in proposal.copied for row in range(num_rows)]
-    return from_text, [drawn and not one for one in from_text]
 
 
 def _has_mass(proposal: Proposal, tokens: torch.Tensor) -> torch.Tensor | None:

@@ -102,7 +102,7 @@ class RoundRecorder:
         request, drafted = row.row.request, round.drafted
         if self._logged is None:
             self._logged = LoggedRound(round.output.logits, drafted.logits, drafted.chains)
-        head = self._head(request, version, drafted.drawn[row.index])
+        head = self._head(request, version, drafted.drawn)
         position = request.num_tokens - len(committed)
         place = row.index if request.recording.has_distributions else -1
         self._add(

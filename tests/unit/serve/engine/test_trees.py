@@ -120,8 +120,8 @@ def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None
     count = len(forest)
     drafts = Drafted(
         tokens,
-        [False] * count,
-        [True] * count,
+        frozenset(),
+        True,
         [DraftCheck.SOUND] * count,
         [9] * count,
         q_logits,
