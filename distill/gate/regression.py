@@ -172,14 +172,11 @@ def watch(
 def _served_and_predicted(
     texts: Sequence[ServedText], scored: Sequence[Scored], version: str
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Per text, at the positions that `version` drafted: drafted tokens kept, and the least alpha
-    that its distributions predict."""
-    mine = [
-        np.full(len(one.version), is_predicted(text, version), dtype=bool)
-        for text, one in zip(texts, scored, strict=True)
-    ]
-    kept = [one.kept[chosen] for one, chosen in zip(scored, mine, strict=True)]
-    should = [one.least[chosen] for one, chosen in zip(scored, mine, strict=True)]
+    """Per text that `version` drafted: drafted tokens kept, and the least alpha that its
+    distributions predict; nothing of the others."""
+    ends = [None if is_predicted(text, version) else 0 for text in texts]
+    kept = [one.kept[:end] for one, end in zip(scored, ends, strict=True)]
+    should = [one.least[:end] for one, end in zip(scored, ends, strict=True)]
     return kept, should
 
 

@@ -64,14 +64,13 @@ class Scored(NamedTuple):
     # [n]; 0 where the draft's distribution is not finite, which is never accepted
     alpha: np.ndarray
     kept: np.ndarray  # [n] whether the token that was really offered there was accepted
-    version: list[str]  # [n] the draft that really offered it
     is_consistent: bool  # the logged p agrees with this target
     least: np.ndarray  # [n] alpha that is certain: below it where only bounds are known
     is_finite: bool = True  # all distributions of the draft
 
 
 # Of a text without a position.
-NOT_SCORED = Scored(np.zeros(0), np.zeros(0), [], True, np.zeros(0))
+NOT_SCORED = Scored(np.zeros(0), np.zeros(0), True, np.zeros(0))
 
 
 class Rows(NamedTuple):
@@ -272,7 +271,6 @@ def _by_text(
             Scored(
                 np.nan_to_num(of_text),
                 np.array([one.depth < one.record.accepted for one in records], dtype=np.float64),
-                [one.record.draft_version for one in records],
                 len(mine) == 0 or float(distance[mine].mean()) <= MAX_DISAGREEMENT,
                 np.nan_to_num(least[mine].astype(np.float64)),
                 not np.isnan(of_text).any(),

@@ -138,13 +138,11 @@ class BoundedEvidence:
 
     def look(self, differences: Mapping[str, float]) -> float:
         """Adds a look, as `Evidence.look`, each request once."""
-        self.bet(np.array([d for request, d in differences.items() if request not in self.seen]))
-        self.seen = list(differences)
-        return self.value
-
-    def bet(self, new: np.ndarray) -> None:
+        new = np.array([d for request, d in differences.items() if request not in self.seen])
         won = np.log1p(np.outer(BOUNDED_BETS, new)).sum(axis=1)
         self.log_wealth = (self.log_wealth + won).tolist()
+        self.seen = list(differences)
+        return self.value
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -86,17 +86,13 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
 
-    def requests(self) -> Iterator[Request]:
-        """All requests that have not ended."""
-        return itertools.chain(self.running, self.waiting)
-
     def requests_of(self, answer: str, tenant: str = "") -> list[Request]:
         """Requests of an answer that have not ended, in order; `answer` and `tenant` as in their
         options."""
         return sorted(
             (
                 request
-                for request in self.requests()
+                for request in itertools.chain(self.running, self.waiting)
                 if request.id.rpartition("-")[0] == answer and request.options.tenant == tenant
             ),
             key=lambda request: int(request.id.rpartition("-")[2]),

@@ -119,16 +119,7 @@ class World:
                 for depth in range(min(one.accepted + 1, K))
             ]
             alpha = np.full(len(kept), self.level(text.request, draft))
-            versions = [text.records[0].draft_version] * len(kept)
-            found.append(
-                Scored(
-                    alpha,
-                    np.array(kept, dtype=np.float64),
-                    versions,
-                    True,
-                    alpha,
-                )
-            )
+            found.append(Scored(alpha, np.array(kept, dtype=np.float64), True, alpha))
         return found
 
     def judged(self, update: Update, config: GateConfig, target: Target) -> Ended:
