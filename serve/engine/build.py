@@ -69,7 +69,7 @@ def build_engine(
     if config.compile == "auto":
         capture_forwards(target, drafter)
     plan = plan_blocks(target, drafter, config)
-    stats = EngineStats(draft_version="" if drafter is None else draft_version)
+    stats = EngineStats(draft_version=draft_version)
     tree = configured_tree(config)
     scheduler = _scheduler(target, drafter, config, plan)
     max_blocks = scheduler.blocks.blocks_for(plan.max_length) + 1
