@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -89,10 +90,23 @@ def test_what_is_told_of_a_token_does_not_depend_on_trees(load: Callable[[str], 
 
 @pytest.mark.parametrize("tree, temperature", [(TREES[0], 1.0), (TREES[1], 1.0)])
 def test_records_tell_the_kept_path_and_the_first_rejected(
-    tree: str, temperature: float, load: Callable[[str], Target], records: list[RoundRecord]
+    tree: str,
+    temperature: float,
+    load: Callable[[str], Target],
+    records: list[RoundRecord],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = load("llama")
     drafter = make("eagle3", target)
+    grow, grown = drafter.propose_tree, dict[tuple[int, ...], tuple[Proposal, int]]()
+
+    def noted(inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        proposal = grow(inputs, shape)
+        rows = enumerate(map(tuple, inputs.histories))
+        grown.update({history: (proposal, row) for row, history in rows})
+        return proposal
+
+    monkeypatch.setattr(drafter, "propose_tree", noted)
     engine = build_engine(target, drafter, EngineConfig(tree=tree, seed=5), sink=records)
     batch = prompts(4)
     completions = engine.generate(
@@ -109,7 +123,8 @@ def test_records_tell_the_kept_path_and_the_first_rejected(
     for record in drafted:
         assert record.drafted[: record.accepted] == record.committed[: record.accepted]
         assert len(record.p) == len(record.q) == len(record.drafted)
-        text = texts[record.request]
+        text, node = texts[record.request], -1
+        proposal, row = grown[tuple(text[: record.position])]
         for step, token in enumerate(record.drafted):
             ids = torch.tensor([text[: record.position] + record.drafted[:step]])
             _, hidden = target.states(ids, torch.ones_like(ids), ())
@@ -122,6 +137,11 @@ def test_records_tell_the_kept_path_and_the_first_rejected(
                 assert record.q[step].ids == [token] and record.q[step].logprobs == [0.0]
             else:
                 assert len(record.q[step].ids) == 64
+                q = proposal.logits[proposal.q_rows[row, node + 1]].log_softmax(-1)
+                own = q[record.q[step].ids].tolist()
+                assert record.q[step].logprobs == pytest.approx(own, abs=1e-4)
+                children = (proposal.parents[row] == node) & (proposal.tokens[row] == token)
+                node = int(children.nonzero()[0])
 
 
 def test_counts_go_by_depth(load: Callable[[str], Target]) -> None:

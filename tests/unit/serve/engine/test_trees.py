@@ -21,10 +21,9 @@ from draftsmith.serve.engine.proposal import (
     Drafted,
     checked,
 )
-from draftsmith.serve.engine.round import PassOutput
 from draftsmith.serve.engine.runner import moves_of, pack
 from draftsmith.serve.engine.scheduler import ScheduledRow
-from draftsmith.serve.engine.verify import collapse_to_chain, move_kept, tried
+from draftsmith.serve.engine.verify import move_kept
 from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
 from tests import device_stand_in
@@ -96,72 +95,6 @@ def test_trees_of_a_device_are_laid_out_as_those_of_the_host(
     # Padding sees the text and itself.
     padding = sorted({*range(len(positions))} - {*at})
     assert all(int(bits).bit_count() == 1 for bits in found.ancestors[padding])
-
-
-@given(forests(), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
-def test_a_kept_path_becomes_a_chain(forest: list[list[int]], seed: int) -> None:
-    """Every row of logits, taps and distributions goes with its node; nothing of a row lands in
-    another."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [list(range(10 * row, 10 * row + len(parents))) for row, parents in enumerate(forest)]
-    paths = []
-    for parents in forest:
-        node = int(torch.randint(-1, len(parents), (1,), generator=generator)) if parents else -1
-        path: list[int] = []
-        while node >= 0:
-            path.insert(0, node)
-            node = parents[node]
-        paths.append(path)
-    width = max(map(len, forest))
-    slots = sum(len(parents) + 1 for parents in forest)
-    q_rows = torch.randint(-1, slots, (len(forest), width + 1), generator=generator)
-    q_logits = torch.randn(slots, 40, generator=generator)
-    count = len(forest)
-    drafts = Drafted(
-        tokens,
-        frozenset(),
-        True,
-        [DraftCheck.SOUND] * count,
-        [9] * count,
-        q_logits,
-        forest,
-        q_rows,
-    )
-    rows = rows_of([*forest, []], count=2)
-    filling = ScheduledRow(rows[-1].request, 0, 3)  # a piece of a prompt, which decides nothing
-    rows = [*rows, filling]
-    chains = [*tokens, [], []]
-    begins, total = [], 0
-    for row, chain in zip(rows, chains):
-        begins.append(total)
-        total += row.count + len(chain)
-    logits = torch.arange(slots + 1, dtype=torch.float32)[:, None].repeat(1, 4)
-    taps = torch.arange(total, dtype=torch.float32)[:, None]
-    output = PassOutput(logits, taps, begins, torch.empty(0, 4))
-    straight = collapse_to_chain(rows, drafts, output, [*paths, []], with_distributions=True)
-    begin_logits = new_logits = 0
-    for row, (parents, path) in enumerate(zip(forest, paths)):
-        kept = tried(parents, path)
-        assert straight.drafted.chains[row] == [tokens[row][node] for node in kept]
-        wanted = [begin_logits, *(begin_logits + 1 + node for node in kept)]
-        found = straight.output.logits[new_logits : new_logits + len(kept) + 1, 0].tolist()
-        assert found == wanted
-        begin_logits += len(parents) + 1
-        new_logits += len(kept) + 1
-        begin = straight.output.begins[row]
-        at = [begins[row], begins[row] + 1, *(begins[row] + 2 + node for node in kept)]
-        assert straight.output.taps[begin : begin + len(at), 0].tolist() == at
-        for step, node in enumerate(kept):
-            distribution = int(q_rows[row, parents[node] + 1])
-            told = straight.drafted.logits[row, step]
-            if distribution >= 0:
-                assert torch.equal(told, q_logits[distribution])
-            else:
-                assert told.isfinite().nonzero()[:, 0].tolist() == [tokens[row][node]]
-    assert straight.output.logits[new_logits:, 0].tolist() == [begin_logits]
-    last = straight.output.begins[-1]
-    assert straight.output.taps[last:, 0].tolist() == list(range(begins[-1], begins[-1] + 3))
 
 
 def test_keys_of_kept_nodes_move_in_all_rows_at_once() -> None:
