@@ -465,8 +465,8 @@ def test_the_package_keeps_its_budgets() -> None:
     paths = [path for folder in (*CODE_FOLDERS, "src/draftsmith") for path in sources(folder)]
     assert len(paths) <= 420
     # Both are to become 60,000; until then neither grows.
-    assert lines_of(paths) <= 78_200
-    assert lines_of(sources("tests")) <= 79_400
+    assert lines_of(paths) <= 76_000
+    assert lines_of(sources("tests")) <= 67_200
     switches = {
         str(path.relative_to(ROOT))
         for path in paths
