@@ -283,7 +283,8 @@ def test_figures_of_all_engines_behind_one_server_count(versions: Path, tmp_path
     settings = Settings(cache=str(tmp_path / "shared"))
     client = Client([Swaps("4"), Swaps("4")], settings, engines=2)
     for worker, accepted in zip(client.workers, (10, 30)):
-        one = {"rounds": 20, "positions": 50, "accepted": accepted, "alarm": accepted == 30}
+        one = {"rounds": 20, "positions": 50, "accepted": accepted, "committed": 20 + accepted}
+        one["alarm"] = accepted == 30
         status = {"tokens": 100, "writer": {"versions": {"4": one}}}
         worker.draftsmith.recorder = SimpleNamespace(status=lambda status=status: status)
     beside = Beside(client, settings, 8000)
