@@ -74,6 +74,10 @@ def device_of(name: str | None = None) -> torch.device:
     return device
 
 
+# What multiplies, by its use.
+PRODUCTS = {"laid out": "a server", "plain": "torch", "step": "training"}
+
+
 def weight_dtype(
     name: str,
     device: torch.device,
@@ -112,7 +116,7 @@ def _fast_dtype(config: PreTrainedConfig, use: Use, choices: Choices) -> torch.d
         use = "plain"
     speed, name = speed_of(own, use, choices), name_of(own)
     # Commands of one target differ in their products, and so in what is the fastest.
-    here = "in products of training here" if use == "step" else "here"
+    here = f"in products of {PRODUCTS[use]} here"
     if speed.is_faster:
         _tell(
             f"dtype {name}: the checkpoint's, {speed.times:.1f} times the speed of float32 {here}"

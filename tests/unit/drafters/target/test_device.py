@@ -65,8 +65,18 @@ def test_the_checkpoints_own_type_where_it_is_faster(
 @pytest.mark.parametrize(
     "use, seconds, line",
     [
-        ("plain", 0.5, "dtype bfloat16: the checkpoint's, 14.0 times the speed of float32 here"),
-        ("plain", 50.0, "dtype float32: the checkpoint's bfloat16 has 0.14 of its speed here"),
+        (
+            "plain",
+            0.5,
+            "dtype bfloat16: the checkpoint's, 14.0 times the speed of float32 in products of "
+            "torch here",
+        ),
+        (
+            "plain",
+            50.0,
+            "dtype float32: the checkpoint's bfloat16 has 0.14 of its speed in products of "
+            "torch here",
+        ),
         (
             "step",
             50.0,
@@ -104,8 +114,8 @@ def test_float16_is_timed_and_never_rounded_unasked(
     slow = times(tmp_path, float32=1.0, float16=4.0, bfloat16=0.25)
     assert found(folder, slow) == FLOAT32
     assert capsys.readouterr().err == (
-        "draftsmith: dtype float32: the checkpoint's float16 has 0.25 of its speed here; --dtype "
-        "bfloat16 rounds the weights, 4.0 times as fast\n"
+        "draftsmith: dtype float32: the checkpoint's float16 has 0.25 of its speed in products "
+        "of a server here; --dtype bfloat16 rounds the weights, 4.0 times as fast\n"
     )
     (tmp_path / "other").mkdir()
     fast = times(tmp_path / "other", float32=1.0, float16=0.5)
