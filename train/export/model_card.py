@@ -174,13 +174,19 @@ def measured(found: list[dict[str, Any]], folder: Path) -> str:
         *markdown_table(head, rows),
         "",
         f"tau: tokens per target forward with a chain of {max(one['k'] for one in found)} drafted "
-        "tokens, the target's own token included; [ ]: 95 % interval over prompts. "
+        f"tokens, the target's own token included; {over(max(one['documents'] for one in found))}. "
         f"Method: {found[0]['method']}."
         + (" Decoded: counted in lossless decoding of held-out prompts." if decoded else ""),
         f"alpha_1, alpha_2, ...: probability that the i-th drafted token is kept, given that all "
         f"before it were. {alphas}.",
     ]
     return "\n".join(lines + picture_in(folder, RESULTS, "tau by task, alpha by position"))
+
+
+def over(num_prompts: int) -> str:
+    if num_prompts > 1:
+        return f"[ ]: 95 % interval over {num_prompts} prompts"
+    return "of one prompt, without an interval (`draftsmith eval --store` measures more)"
 
 
 def how(evaluation: dict[str, Any]) -> str:

@@ -198,6 +198,9 @@ def test_the_card_shows_what_was_measured(draft: Path) -> None:
     assert "| math | 2.10 [2.09, 2.11] | 2.10 [2.09, 2.11] |" in card
     assert "| all | 2.40 [2.39, 2.41] | 2.15 [2.14, 2.16] |" in card
     assert "T = 0: 0.710 0.620 -; T = 1: 0.710 0.620 -." in card
+    assert "95 % interval over 5 prompts" in card
+    set_record(draft, evaluation=[{**one, "documents": 1} for one in found])
+    assert "of one prompt, without an interval" in (export(draft) / "README.md").read_text()
     assert "Method: by a test." in card and "`draftsmith.json` holds the whole record" in card
     assert card.index("## Serving") < card.index("## Measured") < card.index("## Training")
     shown = re.findall(r"!\[.*\]\((.*)\)", card)
