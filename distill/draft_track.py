@@ -291,8 +291,12 @@ class DraftTrack:
         gate, learn, learner = self.config.gate, self.config.learn, self.learner
         if self.live.drift.is_resting:
             return "resting until the traffic changes"
-        missing = 0 if self.is_gate_due else gate.every - learner.updates % gate.every
         step = f", at step {learner.at_step} of {learn.steps} now" if learner.at_step else ""
+        if self.is_gate_due and len(self.window) >= gate.requests:
+            return (
+                f"deciding next on update {learner.updates}, on {len(self.window)} requests{step}"
+            )
+        missing = 0 if self.is_gate_due else gate.every - learner.updates % gate.every
         return (
             f"next decision at update {learner.updates + missing} with {gate.requests} requests "
             f"held out (now {len(self.window)}), {len(self.fresh)} of {learn.fresh} new texts{step}"
