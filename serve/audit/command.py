@@ -1,6 +1,6 @@
 """`draftsmith audit`: statistical test that speculation is lossless, of this machine's kernels and
 of a running server, ours or any OpenAI-compatible one that names tokens by id and sends logprobs.
-Exit status 0 only when every distribution held and every control was caught.
+Exit status 0 only when every check held and every control was caught.
 
 Every sampled token of a server is compared with the distribution after its own prefix, however rare
 that prefix is. Evidence is a product of likelihood ratios (`kernels/statistics.py`), grouped by the

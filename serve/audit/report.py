@@ -63,7 +63,7 @@ class Report:
         asks = "; ".join(dict.fromkeys(check.ask for check in unseen if check.ask))
         return {
             "lossless": (
-                "LOSSLESS: every distribution held and every control was caught (false alarm "
+                "LOSSLESS: every check held and every control was caught (false alarm "
                 f"{self.false_alarm:g} over all)"
             ),
             "lossy": f"LOSSY: {broken}",

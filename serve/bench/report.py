@@ -222,7 +222,7 @@ def _bound(ratio: Figures) -> str:
     if ratio["mbsu"] is None:
         return ""
     return (
-        f"; {ratio['mbsu']:.2f} where time is the reading of weights, at "
+        f"; {ratio['mbsu']:.2f} where reading weights takes all the time (MBSU), by "
         f"{ratio['block_efficiency']:.2f} tokens a pass"
     )
 

@@ -305,7 +305,7 @@ def shown(
         lines += ["", tree_table(trees)]
     if cost is not None:
         at = ", ".join(f"{bound:.2f} at T={at:g}" for at, bound in memory_bound(cost, evaluations))
-        lines.append(f"memory-bound speed-up (MBSU): {at}")
+        lines.append(f"speed-up where reading weights takes all the time (MBSU): {at}")
     return "\n".join(lines)
 
 
