@@ -126,7 +126,7 @@ COMMANDS = {
     "fleet": Command(
         "draftsmith.fleet.config:FleetConfig",
         "draftsmith.fleet.command:run",
-        "many engines with one draft: status, promote, rollback, page, publish",
+        "many engines with one draft: status, promote, rollback, publish",
         "fleet",
     ),
     "chat": Command(
