@@ -140,7 +140,7 @@ make_environment() {
             with_clock "environment: installing torch" 60 .venv/install.log \
                 install_torch .venv/bin/python "$(torch_source .venv/bin/python)" || return 1
         fi
-        with_clock "environment: installing draftsmith and its other requirements" 150 .venv/install.log \
+        with_clock "environment: installing draftsmith with the versions of constraints.txt and the tools of its checks" 150 .venv/install.log \
             install_project .venv/bin/python || return 1
         echo "$stamp" >.venv/requirements.stamp
     fi
