@@ -184,6 +184,7 @@ def measured(found: list[dict[str, Any]], folder: Path) -> str:
 
 
 def over(num_prompts: int) -> str:
+    """Words on the prompts that figures are of."""
     if num_prompts > 1:
         return f"[ ]: 95 % interval over {num_prompts} prompts"
     return "of one prompt, without an interval (`draftsmith eval --store` measures more)"
