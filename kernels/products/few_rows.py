@@ -23,7 +23,7 @@ SOURCE = Path(__file__).with_name("few_rows_cpu.cpp")
 MOST_ROWS = 64
 # dtype -> its name in the source, and the numbers of which the width is a multiple.
 KINDS = {torch.float32: ("float32", 1), torch.bfloat16: ("bfloat16", 2)}
-_NARROW = 16  # outputs of which there is room for a multiple: `kNarrow` of the source
+_NARROW = 16  # outputs of which there is room for a multiple: at least a register
 
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 _MULTIPLY = [_pointer] * 4 + [_number] * 4 + [ctypes.c_int]
@@ -33,7 +33,6 @@ _LAY_OUT = [_pointer] * 2 + [_number] * 2 + [ctypes.c_int]
 class _Kernel(NamedTuple):
     multiply: Any
     lay_out: Any
-    rows_together: Any
 
 
 @cache
@@ -43,8 +42,7 @@ def _kernel(dtype: torch.dtype, gated: bool = False) -> _Kernel | None:
     name = ("gated_" if gated else "") + KINDS[dtype][0]
     multiply = function_of(SOURCE, f"multiply_{name}", _MULTIPLY)
     lay_out = function_of(SOURCE, f"lay_out_{name}", _LAY_OUT)
-    rows_together = function_of(SOURCE, "rows_together", [], _number)
-    return None if multiply is None else _Kernel(multiply, lay_out, rows_together)
+    return None if multiply is None else _Kernel(multiply, lay_out)
 
 
 class FewRows:
@@ -65,7 +63,6 @@ class FewRows:
         self.readings, self.dtype = readings, weight.dtype
         self.halves, self.num_outputs, self.width = halves, len(weight) // halves, weight.shape[1]
         self.function, self._bias = kernel.multiply, bias  # as `call_list` calls it
-        self.rows_together: int = kernel.rows_together()  # whose sums stay in registers
         room = -(-self.num_outputs // _NARROW) * _NARROW * halves
         self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
         self.pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
@@ -134,7 +131,6 @@ def few_rows(
         halves * width * dtype.itemsize,
         multiply,
         SOURCE,
-        kernel.rows_together(),
     )
     readings = fastest_readings(weights, max(pass_bytes or 0, weight.nbytes), choices)
     bias = None if bias is None else bias.to(dtype).contiguous()

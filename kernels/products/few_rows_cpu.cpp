@@ -1,11 +1,12 @@
 // Products of a few rows with weights that were laid out for them, on a CPU: each weight is read
 // once, in the order of memory. few_rows.py compiles it and says what the arguments are.
 //
-// Outputs are taken in groups of 48, the last ones in a group of as many sixteens as they need. The
+// Outputs are taken in groups of three registers, the last ones in as many registers as they need. The
 // weights of a group lie together: for each step along the width (one number, or two of bfloat16)
 // those of its first output, of its second, and so on. Of a gated product each group of the gate's
 // weights lies before the group of what it lets through.
 
+#include <algorithm>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -18,35 +19,36 @@
 
 namespace {
 
-// One register of numbers, and the rows at once: their sums stay in registers.
+// One register of numbers, and the rows at once: their sums of a group stay in registers, of which
+// there are 32 or 16.
 #if defined(__AVX512F__)
 constexpr int64_t kLanes = 16, kTogether = 8;
 #elif defined(__AVX__)
-constexpr int64_t kLanes = 8, kTogether = 2;
+constexpr int64_t kLanes = 8, kTogether = 4;
 #else
-constexpr int64_t kLanes = 4, kTogether = 2;
+constexpr int64_t kLanes = 4, kTogether = 4;
 #endif
-constexpr int64_t kGroup = 48, kNarrow = 16;  // outputs of a group, and of the least of groups
+constexpr int64_t kGroup = 3 * kLanes;  // outputs of a group
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 constexpr int64_t kNear = 32;  // rows that a part of the width meets in a run
 constexpr int64_t kPart = 512;  // of the width, whose products are summed apart
-// Of 16 registers, whole groups of more than two rows would not stay in them: the rows meet tiles of a
-// group, one after the other, whose weights lie in the nearest cache for so many bytes of an output.
-constexpr bool kTiles = kLanes < 16;
-constexpr int64_t kTileBytes = 64;
+// Of 16 registers, more rows meet pieces of a part, one after the other, whose weights lie in the nearest
+// cache for so many bytes of an output; those of bfloat16 are widened there, once for all rows.
+constexpr bool kManyInPieces = kLanes < 16;
+constexpr int64_t kPieceBytes = 64;
 constexpr int64_t kGateAhead = 768;  // bytes that arrive while a row's gates of a group are computed
 
 // Where weights that are asked for early wait: in the nearest cache, in a farther one, or in none for
 // long, so that these are left to what else a round reads.
-enum Stay { kNearest, kFarther, kPast };
+enum Stay { kNearest, kFarther, kPast, kAskedFor };
 constexpr int64_t kLine = 64, kMostPanels = 4;
 
 // How weights are read, which no sum depends on. readings.py measures what is fastest.
 struct Reading {
   Stay stay = kNearest;
-  int64_t panels = 1, ahead = 2048;  // groups of outputs side by side; bytes that are asked for early
+  int64_t panels = 1, ahead = 2048;  // groups of outputs by turns; bytes that are asked for early
 };
 
 // `readings` holds one in 16 bits for 1 row, up to 4, up to 16, and more.
@@ -54,14 +56,15 @@ inline Reading reading_of(uint64_t readings, int64_t num_rows) {
   const int shift = num_rows == 1 ? 0 : num_rows <= 4 ? 16 : num_rows <= 16 ? 32 : 48;
   const uint64_t bits = readings >> shift & 0xFFFF;
   int64_t panels = int64_t(1) << (bits >> 2 & 3);
-  while (panels > 1 && (panels > kMostPanels || panels * num_rows > kTogether)) panels /= 2;
+  if (panels > kMostPanels) panels = kMostPanels;
   return {Stay(bits & 3), panels, int64_t(bits >> 4) * kLine};
 }
 
 template <Stay kStay>
 inline void ask_for(const void* weights, int64_t ahead) {
-  __builtin_prefetch((const char*)weights + ahead, 0,
-                     kStay == kPast ? 0 : kStay == kFarther ? 2 : 3);
+  if constexpr (kStay != kAskedFor)
+    __builtin_prefetch((const char*)weights + ahead, 0,
+                       kStay == kPast ? 0 : kStay == kFarther ? 2 : 3);
 }
 
 inline void store(Lanes x, float* to) { memcpy(to, &x, sizeof x); }
@@ -84,20 +87,14 @@ inline Lanes multiplied(Lanes sum, Lanes w, float x) {
 #endif
 }
 
-// One step along the width: weights of `kLanes` outputs, and the numbers of a row that they meet. Tiles
-// take it in one turn or in two, each of which needs fewer registers. `kFewest`: rows from which on
-// tiles are faster, `kMany` of them at once with two registers of outputs.
+// One step along the width: weights of `kLanes` outputs, and the numbers of a row that they meet.
 template <typename T>
 struct Step;
 
 template <>
 struct Step<float> {
   static constexpr int64_t kWidth = 1;
-  static constexpr int kFewest = 7, kMany = 6;
-  static constexpr bool kAsks = true;
-  typedef float Number;
   typedef Lanes Weights;
-  typedef void Second;
   static inline Weights load(const float* from) {
     Weights w;
     memcpy(&w, from, sizeof w);
@@ -107,32 +104,12 @@ struct Step<float> {
   static inline void add(Lanes& sum, Lanes w, float x) { sum = multiplied(sum, w, x); }
 };
 
-#if !defined(__AVX512BF16__)
-// Of two numbers side by side the first (`kOdd` 0) or the second.
-template <int kOdd>
-struct Half {
-  static constexpr bool kAsks = kOdd == 0;
-  typedef Lanes Weights;
-  static inline Weights load(const Bfloat16* from) {
-    Words both;
-    memcpy(&both, from, sizeof both);
-    return (Lanes)(kOdd ? both & 0xFFFF0000u : both << 16);
-  }
-  static inline float meet(const float* row) { return row[kOdd]; }
-  static inline void add(Lanes& sum, Lanes w, float x) { sum = multiplied(sum, w, x); }
-};
-#endif
-
 template <>
 struct Step<Bfloat16> {
   static constexpr int64_t kWidth = 2;
-  static constexpr int kFewest = 3, kMany = 4;
-  static constexpr bool kAsks = true;
 #if defined(__AVX512BF16__)
   static_assert(kLanes == 16, "registers of 64 bytes");
-  typedef Bfloat16 Number;
   typedef __m512bh Weights;
-  typedef void Second;
   static inline Weights load(const Bfloat16* from) {
     return (__m512bh)_mm512_loadu_si512((const void*)from);
   }
@@ -145,47 +122,42 @@ struct Step<Bfloat16> {
     sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, w, x);
   }
 #else
-  typedef float Number;
-  typedef Half<0> First;
-  typedef Half<1> Second;
   struct Weights {
     Lanes even, odd;
   };
-  static inline Weights load(const Bfloat16* from) { return {First::load(from), Second::load(from)}; }
+  static inline Weights load(const Bfloat16* from) {
+    Words both;
+    memcpy(&both, from, sizeof both);
+    return {(Lanes)(both << 16), (Lanes)(both & 0xFFFF0000u)};
+  }
   struct Pair {
     float even, odd;
   };
   static inline Pair meet(const Bfloat16* row) { return {widened(row[0]), widened(row[1])}; }
   static inline void add(Lanes& sum, const Weights& w, const Pair& x) {
-    First::add(sum, w.even, x.even);
-    Second::add(sum, w.odd, x.odd);
+    sum = multiplied(sum, w.even, x.even);
+    sum = multiplied(sum, w.odd, x.odd);
   }
 #endif
 };
 
-// Rows as tiles meet them: those of bfloat16 are widened once for all outputs, where no instruction
-// takes them. Without tiles they are read as they are: for one row, which waits for memory, that is faster.
-template <typename T, typename Number = typename Step<T>::Number>
-struct Rows {
-  const Number* numbers;
-  Rows(const T* rows, int64_t num_rows, int64_t width) {
-    static thread_local std::vector<Number> own;
-    const int64_t count = kTiles && num_rows >= Step<T>::kFewest ? num_rows * width : 0;
-    if (int64_t(own.size()) < count) own.resize(count);
-    for (int64_t i = 0; i < count; i++) own[i] = widened(rows[i]);
-    numbers = own.data();
-  }
-};
 template <typename T>
-struct Rows<T, T> {
-  const T* numbers;
-  Rows(const T* rows, int64_t, int64_t) : numbers(rows) {}
-};
+constexpr bool kWidens = kManyInPieces && std::is_same<T, Bfloat16>::value;
+
+// Rows that meet widened weights, widened once for all outputs.
+template <typename T>
+const float* wide_rows(const T* rows, int64_t num_rows, int64_t width) {
+  static thread_local std::vector<float> wide;
+  if (!kWidens<T> || num_rows <= kTogether) return nullptr;
+  if (int64_t(wide.size()) < num_rows * width) wide.resize(num_rows * width);
+  for (int64_t i = 0; i < num_rows * width; i++) wide[i] = widened(rows[i]);
+  return wide.data();
+}
 
 template <typename T>
 struct Product {
   const T *rows, *weights, *bias;
-  const typename Step<T>::Number* wide;  // the rows, as tiles meet them
+  const float* wide;  // the rows, where they are widened
   T* out;
   int64_t num_rows, width, num_outputs;
   Reading reading = {};
@@ -193,145 +165,141 @@ struct Product {
 
 // Outputs of a group of which `rest` are left.
 inline int64_t outputs_of(int64_t rest) {
-  return rest >= kGroup ? kGroup : (rest + kNarrow - 1) / kNarrow * kNarrow;
+  return rest >= kGroup ? kGroup : (rest + kLanes - 1) / kLanes * kLanes;
 }
 
-// A piece of a part of the width, and the weights of a group that belong to it.
+// Weights of a group, and the rows that meet them, over `begin <= d < end` of the width.
 template <typename T>
 struct Piece {
-  const T* rows;
-  const typename Step<T>::Number* wide;
-  const T* weights;
+  const T *rows, *weights;
   int64_t width, begin, end, ahead;
   bool goes_on;  // its products are added to those of the pieces before it
 };
 
-// Registers of outputs that are summed at once: `kTaken` of the `kBlocks` of a group, from `kFirst` on,
-// in `kPanels` groups side by side.
-template <int kBlocks_, int kPanels_, int kFirst_, int kTaken_>
-struct Tile {
-  static constexpr int kBlocks = kBlocks_, kPanels = kPanels_, kFirst = kFirst_, kTaken = kTaken_;
-};
-
-// Rows as a turn takes their numbers.
-template <typename Turn, typename T>
-inline auto rows_for(const Piece<T>& p) {
-  if constexpr (std::is_same<Turn, Step<T>>::value)
-    return p.rows;
-  else
-    return p.wide;
-}
-
-template <typename T, typename A, Stay kStay, int kRows, typename Turn>
-inline void add_turn(const Piece<T>& p, int64_t d, Lanes (*sums)[kRows][A::kTaken]) {
+// Sums of the products of `kRows` rows. Those of a group stand `kNear` rows behind those of the one
+// before.
+template <typename T, int kBlocks, int kPanels, Stay kStay, int kRows>
+inline void add_rows(const Piece<T>& p, Lanes (*all)[kBlocks]) {
   constexpr int64_t kStep = Step<T>::kWidth * kLanes;  // numbers of a register
   constexpr int kLines = kLine / (kStep * sizeof(T));  // registers of a line
-  for (int panel = 0; panel < A::kPanels; panel++) {
-    const T* at = p.weights + (panel * p.width + d) * A::kBlocks * kLanes + A::kFirst * kStep;
-    typename Turn::Weights w[A::kTaken];
-    for (int b = 0; b < A::kTaken; b++) {
-      if (Turn::kAsks && (A::kFirst + b) % kLines == 0) ask_for<kStay>(at + b * kStep, p.ahead);
-      w[b] = Turn::load(at + b * kStep);
-    }
-    for (int r = 0; r < kRows; r++) {
-      const auto x = Turn::meet(rows_for<Turn>(p) + r * p.width + d);
-      for (int b = 0; b < A::kTaken; b++) Turn::add(sums[panel][r][b], w[b], x);
-    }
-  }
-}
-
-// Sums of the products of `kRows` rows over `begin <= d < end` of the width. Those of a group stand
-// `kNear` rows behind those of the one before.
-template <typename T, typename A, Stay kStay, int kRows>
-inline void add_rows(const Piece<T>& p, Lanes (*all)[A::kBlocks]) {
-  Lanes sums[A::kPanels][kRows][A::kTaken] = {};
+  Lanes sums[kPanels][kRows][kBlocks] = {};
   if (p.goes_on)
-    for (int panel = 0; panel < A::kPanels; panel++)
+    for (int panel = 0; panel < kPanels; panel++)
       for (int r = 0; r < kRows; r++)
-        for (int b = 0; b < A::kTaken; b++) sums[panel][r][b] = all[panel * kNear + r][A::kFirst + b];
-  typedef typename Step<T>::Second Second;
-  if constexpr (A::kTaken == A::kBlocks) {
-    for (int64_t d = p.begin; d < p.end; d += Step<T>::kWidth)
-      add_turn<T, A, kStay, kRows, Step<T>>(p, d, sums);
-  } else if constexpr (std::is_void<Second>::value) {
-#pragma GCC unroll 4
-    for (int64_t d = p.begin; d < p.end; d += Step<T>::kWidth)
-      add_turn<T, A, kStay, kRows, Step<T>>(p, d, sums);
-  } else {
-    for (int64_t d = p.begin; d < p.end; d += Step<T>::kWidth) {
-      add_turn<T, A, kStay, kRows, typename Step<T>::First>(p, d, sums);
-      add_turn<T, A, kStay, kRows, Second>(p, d, sums);
+        for (int b = 0; b < kBlocks; b++) sums[panel][r][b] = all[panel * kNear + r][b];
+  const auto step = [&](int64_t d) {
+    for (int panel = 0; panel < kPanels; panel++) {
+      const T* at = p.weights + (panel * p.width + d) * kBlocks * kLanes;
+      typename Step<T>::Weights w[kBlocks];
+      for (int b = 0; b < kBlocks; b++) {
+        if (b % kLines == 0) ask_for<kStay>(at + b * kStep, p.ahead);
+        w[b] = Step<T>::load(at + b * kStep);
+      }
+      for (int r = 0; r < kRows; r++) {
+        const auto x = Step<T>::meet(p.rows + r * p.width + d);
+        for (int b = 0; b < kBlocks; b++) Step<T>::add(sums[panel][r][b], w[b], x);
+      }
     }
+  };
+  if constexpr (kManyInPieces && kRows > 2) {
+#pragma GCC unroll 4
+    for (int64_t d = p.begin; d < p.end; d += Step<T>::kWidth) step(d);
+  } else {
+    for (int64_t d = p.begin; d < p.end; d += Step<T>::kWidth) step(d);
   }
-  for (int panel = 0; panel < A::kPanels; panel++)
+  for (int panel = 0; panel < kPanels; panel++)
     for (int r = 0; r < kRows; r++)
-      for (int b = 0; b < A::kTaken; b++) all[panel * kNear + r][A::kFirst + b] = sums[panel][r][b];
+      for (int b = 0; b < kBlocks; b++) all[panel * kNear + r][b] = sums[panel][r][b];
 }
 
 // As many rows at once as there are, at most `kRows`: the number must be known to the compiler.
-template <typename T, typename A, Stay kStay, int kRows>
-inline void add(const Piece<T>& p, int64_t count, Lanes (*sums)[A::kBlocks]) {
+template <typename T, int kBlocks, int kPanels, Stay kStay, int kRows>
+inline void add(const Piece<T>& p, int64_t count, Lanes (*sums)[kBlocks]) {
   if constexpr (kRows > 1) {
-    if (count < kRows) return add<T, A, kStay, kRows - 1>(p, count, sums);
+    if (count < kRows) return add<T, kBlocks, kPanels, kStay, kRows - 1>(p, count, sums);
   }
-  add_rows<T, A, kStay, kRows>(p, sums);
+  add_rows<T, kBlocks, kPanels, kStay, kRows>(p, sums);
 }
 
-// All outputs of a piece of which no row was met, tile after tile.
-template <typename T, typename A, Stay kStay, int kRows>
-inline void sum_piece(const Piece<T>& first, int64_t num_rows, Lanes (*sums)[A::kBlocks]) {
-  Piece<T> p = first;
-  for (int64_t row = 0; row < num_rows; row += kRows, p.rows += kRows * p.width, p.wide += kRows * p.width)
-    add<T, A, kStay, kRows>(p, num_rows - row, sums + row);
-  constexpr int kNext = A::kFirst + A::kTaken;
-  if constexpr (kNext < A::kBlocks)
-    sum_piece<T, Tile<A::kBlocks, A::kPanels, kNext, A::kTaken>, kStay, kRows>(first, num_rows, sums);
+template <typename T, int kBlocks, int kPanels, Stay kStay>
+inline void sum_piece(Piece<T> p, int64_t num_rows, Lanes (*sums)[kBlocks]) {
+  constexpr int kRows = kTogether / kPanels;
+  for (int64_t row = 0; row < num_rows; row += kRows, p.rows += kRows * p.width)
+    add<T, kBlocks, kPanels, kStay, kRows>(p, num_rows - row, sums + row);
 }
 
-// All pieces of a part. What a tile meets next is asked for while it meets what lies there.
-template <typename T, typename A, Stay kStay, int kRows>
-inline void sum_pieces(const Product<T>& p, const T* weights, int64_t begin, int64_t end,
-                       Lanes (*sums)[A::kBlocks]) {
-  constexpr int64_t kSize = kTileBytes / sizeof(T);
-  for (int64_t at = begin; at < end; at += kSize)
-    sum_piece<T, A, kStay, kRows>({p.rows, p.wide, weights, p.width, at, at + kSize < end ? at + kSize : end,
-                                   kTileBytes * A::kBlocks * kLanes, at > begin},
-                                  p.num_rows, sums);
+// A piece whose weights are in the nearest cache.
+template <typename T, int kBlocks>
+inline void sum_near_piece(const Product<T>& p, const Piece<T>& piece, Lanes (*sums)[kBlocks]) {
+  constexpr int64_t kOutputs = kBlocks * kLanes, kStep = Step<T>::kWidth * kLanes;
+  if constexpr (kWidens<T>) {
+    if (p.num_rows > kTogether) {
+      const int64_t begin = piece.begin, count = piece.end - begin;
+      float wide[kPieceBytes / sizeof(T) * kOutputs];
+      for (int64_t d = 0; d < count; d += Step<T>::kWidth)
+        for (int b = 0; b < kBlocks; b++) {
+          const auto w = Step<T>::load(piece.weights + (begin + d) * kOutputs + b * kStep);
+          store(w.even, wide + d * kOutputs + b * kLanes);
+          store(w.odd, wide + (d + 1) * kOutputs + b * kLanes);
+        }
+      return sum_piece<float, kBlocks, 1, kAskedFor>(
+          {p.wide + begin, wide, p.width, 0, count, 0, piece.goes_on}, p.num_rows, sums);
+    }
+  }
+  sum_piece<T, kBlocks, 1, kAskedFor>(piece, p.num_rows, sums);
 }
 
+// Groups of outputs by turns, piece by piece. Of each turn's weights in later pieces a share is asked for
+// at a time, since memory is faster at several places than at one.
+template <typename T, int kBlocks, Stay kStay>
+inline void sum_turns(const Product<T>& p, const T* weights, int64_t turns, int64_t begin, int64_t end,
+                      Lanes (*sums)[kBlocks]) {
+  constexpr int64_t kOutputs = kBlocks * kLanes;
+  const int64_t group = kOutputs * p.width;
+  for (int64_t at = begin, next; at < end; at = next) {
+    next = std::min(at + kPieceBytes / int64_t(sizeof(T)), end);
+    const int64_t lines = (next - at) * kOutputs * sizeof(T) / kLine;
+    for (int64_t turn = 0; turn < turns; turn++) {
+      for (int64_t line = lines * turn / turns; line < lines * (turn + 1) / turns; line++)
+        for (int64_t of = 0; of < turns; of++)
+          ask_for<kStay>(weights + of * group + at * kOutputs, p.reading.ahead + line * kLine);
+      sum_near_piece<T, kBlocks>(p, {p.rows, weights + turn * group, p.width, at, next, 0, at > begin},
+                                 sums + turn * kNear);
+    }
+  }
+}
+
+// `kPanels` groups of outputs at once, or `turns` by turns.
 template <typename T, int kBlocks, Stay kStay, int kPanels>
-inline void sum_rows(const Product<T>& p, const T* weights, Lanes (*sums)[kBlocks]) {
-  constexpr int kThird = kBlocks % 3 == 0 ? 3 : 2;
-  Lanes later[kPanels * kNear][kBlocks];
+inline void sum_rows(const Product<T>& p, const T* weights, int64_t turns, Lanes (*sums)[kBlocks]) {
+  Lanes later[kMostPanels * kNear][kBlocks];
+  const bool in_pieces = turns > 1 || (kManyInPieces && p.num_rows > kTogether);
   for (int64_t begin = 0, end; begin < p.width; begin = end) {
     // A short rest is no part of its own, which a row alone would wait for.
     end = begin + kPart + kPart / 2 < p.width ? begin + kPart : p.width;
     Lanes(*part)[kBlocks] = begin == 0 ? sums : later;
-    const bool in_tiles = kTiles && kPanels == 1 && p.num_rows >= Step<T>::kFewest;
-    if (in_tiles && p.num_rows > 3)
-      sum_pieces<T, Tile<kBlocks, 1, 0, 2>, kStay, Step<T>::kMany>(p, weights, begin, end, part);
-    else if (in_tiles)
-      sum_pieces<T, Tile<kBlocks, 1, 0, kThird>, kStay, 3>(p, weights, begin, end, part);
+    if (in_pieces)
+      sum_turns<T, kBlocks, kStay>(p, weights, turns, begin, end, part);
     else
-      sum_piece<T, Tile<kBlocks, kPanels, 0, kBlocks>, kStay, kTogether / kPanels>(
-          {p.rows, p.wide, weights, p.width, begin, end, p.reading.ahead, false}, p.num_rows, part);
-    for (int panel = 0; begin > 0 && panel < kPanels; panel++)
+      sum_piece<T, kBlocks, kPanels, kStay>({p.rows, weights, p.width, begin, end, p.reading.ahead, false},
+                                            p.num_rows, part);
+    for (int64_t panel = 0; begin > 0 && panel < kPanels * turns; panel++)
       for (int64_t r = panel * kNear; r < panel * kNear + p.num_rows; r++)
         for (int b = 0; b < kBlocks; b++) sums[r][b] += later[r][b];
   }
 }
 
 template <typename T, int kBlocks, int kPanels>
-inline void sum_panels(const Product<T>& p, const T* weights, Lanes (*sums)[kBlocks]) {
+inline void sum_panels(const Product<T>& p, const T* weights, int64_t turns, Lanes (*sums)[kBlocks]) {
   // A narrow group is the last one.
-  if constexpr (kPanels == 1 || (kPanels <= kTogether && kBlocks * kLanes == kGroup)) {
+  if constexpr (kPanels == 1 || kBlocks * kLanes == kGroup) {
     switch (p.reading.stay) {
       case kPast:
-        return sum_rows<T, kBlocks, kPast, kPanels>(p, weights, sums);
+        return sum_rows<T, kBlocks, kPast, kPanels>(p, weights, turns, sums);
       case kFarther:
-        return sum_rows<T, kBlocks, kFarther, kPanels>(p, weights, sums);
+        return sum_rows<T, kBlocks, kFarther, kPanels>(p, weights, turns, sums);
       default:
-        return sum_rows<T, kBlocks, kNearest, kPanels>(p, weights, sums);
+        return sum_rows<T, kBlocks, kNearest, kPanels>(p, weights, turns, sums);
     }
   }
 }
@@ -342,12 +310,14 @@ DRAFTSMITH_ONCE void sum_near(const Product<T>& p, const T* weights, int64_t pan
   while (panels > 0) {
     int64_t count = kBlocks * kLanes == kGroup ? p.reading.panels : 1;
     while (count > panels) count /= 2;
-    if (count == 4)
-      sum_panels<T, kBlocks, 4>(p, weights, sums);
+    if (count * p.num_rows > kTogether)
+      sum_panels<T, kBlocks, 1>(p, weights, count, sums);
+    else if (count == 4)
+      sum_panels<T, kBlocks, 4>(p, weights, 1, sums);
     else if (count == 2)
-      sum_panels<T, kBlocks, 2>(p, weights, sums);
+      sum_panels<T, kBlocks, 2>(p, weights, 1, sums);
     else
-      sum_panels<T, kBlocks, 1>(p, weights, sums);
+      sum_panels<T, kBlocks, 1>(p, weights, 1, sums);
     weights += count * kBlocks * kLanes * p.width;
     sums += count * kNear;
     panels -= count;
@@ -426,7 +396,7 @@ void multiply_groups(const Product<T>& p, int64_t group, int64_t groups, const T
   for (int64_t row = 0; row < p.num_rows; row += kNear) {
     Product<T> near = p;
     near.rows += row * p.width;
-    near.wide += row * p.width;
+    if (p.wide) near.wide += row * p.width;
     near.out += row * p.num_outputs;
     near.num_rows = p.num_rows - row < kNear ? p.num_rows - row : kNear;
     sum_near<T, kBlocks>(near, weights, groups * kHalves, sums);
@@ -445,11 +415,11 @@ template <typename T, bool kGated = false>
 void multiply_outputs(const Product<T>& p, int64_t group, const T* weights) {
   const int64_t outputs = outputs_of(p.num_outputs - group * kGroup);
   if (outputs == kGroup)
-    multiply_groups<T, kGated, kGroup / kLanes>(p, group, 1, weights);
-  else if (outputs == 2 * kNarrow)
-    multiply_groups<T, kGated, 2 * kNarrow / kLanes>(p, group, 1, weights);
+    multiply_groups<T, kGated, 3>(p, group, 1, weights);
+  else if (outputs == 2 * kLanes)
+    multiply_groups<T, kGated, 2>(p, group, 1, weights);
   else
-    multiply_groups<T, kGated, kNarrow / kLanes>(p, group, 1, weights);
+    multiply_groups<T, kGated, 1>(p, group, 1, weights);
 }
 
 template <typename T, bool kGated>
@@ -461,7 +431,7 @@ void multiply(const Product<T>& p, int threads) {
     const int64_t first = step * taken;
     const T* weights = p.weights + first * p.width * kGroup * halves;
     if ((first + taken) * kGroup <= p.num_outputs)
-      return multiply_groups<T, kGated, kGroup / kLanes>(p, first, taken, weights);
+      return multiply_groups<T, kGated, 3>(p, first, taken, weights);
     for (int64_t group = first; group < groups; group++, weights += p.width * kGroup * halves)
       multiply_outputs<T, kGated>(p, group, weights);
   });
@@ -520,30 +490,25 @@ void multiply_plain(const Product<float>& p, bool by_columns, int threads) {
 
 }  // namespace
 
-// Rows of a group of outputs whose sums fill the registers, as do fewer rows of several groups.
-extern "C" int64_t rows_together() { return kTogether; }
-
 extern "C" void multiply_plain_float32(const float* rows, const float* weights, const float* bias,
                                        float* out, int64_t num_rows, int64_t width,
                                        int64_t num_outputs, int by_columns, int threads) {
-  multiply_plain({rows, weights, bias, rows, out, num_rows, width, num_outputs}, by_columns != 0, threads);
+  multiply_plain({rows, weights, bias, nullptr, out, num_rows, width, num_outputs}, by_columns != 0, threads);
 }
 
 #define PRODUCTS(name, T)                                                                          \
   extern "C" void multiply_##name(const T* rows, const T* weights, const T* bias, T* out,          \
                                   int64_t num_rows, int64_t width, int64_t num_outputs,            \
                                   int64_t readings, int threads) {                                 \
-    const Rows<T> met(rows, num_rows, width);                                                      \
-    multiply<T, false>({rows, weights, bias, met.numbers, out, num_rows, width, num_outputs,       \
-                        reading_of(readings, num_rows)},                                           \
+    multiply<T, false>({rows, weights, bias, wide_rows(rows, num_rows, width), out, num_rows,      \
+                        width, num_outputs, reading_of(readings, num_rows)},                       \
                        threads);                                                                   \
   }                                                                                                \
   extern "C" void multiply_gated_##name(const T* rows, const T* weights, const T* bias, T* out,    \
                                         int64_t num_rows, int64_t width, int64_t num_outputs,      \
                                         int64_t readings, int threads) {                           \
-    const Rows<T> met(rows, num_rows, width);                                                      \
-    multiply<T, true>({rows, weights, bias, met.numbers, out, num_rows, width, num_outputs,        \
-                       reading_of(readings, num_rows)},                                            \
+    multiply<T, true>({rows, weights, bias, wide_rows(rows, num_rows, width), out, num_rows,       \
+                       width, num_outputs, reading_of(readings, num_rows)},                        \
                       threads);                                                                    \
   }                                                                                                \
   extern "C" void lay_out_##name(const T* weights, T* out, int64_t width, int64_t num_outputs,     \

@@ -1,6 +1,6 @@
 """Ways in which a compiled kernel reads weights: how far ahead they are asked for, into which
-cache, and how many groups of outputs at once. No sum depends on it; what is fastest is measured, by
-the number of rows.
+cache, and how many groups of outputs side by side. No sum depends on it; what is fastest is
+measured, by the number of rows.
 
 Weights are timed as a pass finds them: in a ring of memory that holds as much as the pass reads.
 """
@@ -24,7 +24,6 @@ LINE_BYTES = 64
 ROWS = (1, 4, 8, 32)
 # As `Stay` of the source.
 STAYS = ("", ", farther", ", past caches")
-PANELS = (1, 2, 4)
 # A pass over less finds it in the nearest caches.
 LEAST_BYTES = 1 << 20
 _TIMED_BYTES = 2 << 20  # of weights in a call
@@ -55,15 +54,17 @@ class ReadWeights(NamedTuple):
     # (rows, address of weights, outputs, readings)
     multiply: Callable[[int, int, int, int], object]
     source: Path
-    rows_together: int  # of one group; as many groups of one row
 
 
-def candidates(rows: int, rows_together: int) -> list[WeightReading]:
-    """The first is good on most processors."""
-    ahead = [(2, 0), (0, 0), (1, 0), (4, 0), (8, 0), (2, 2), (4, 2), (8, 2)]
-    panels = [panels for panels in PANELS if panels <= max(1, rows_together // rows)]
-    found = [WeightReading(kib << 10, stay, count) for count in panels for kib, stay in ahead]
-    return [*found, WeightReading(2 << 10, 1, 1), WeightReading(8 << 10, 1, 1)]
+# (KiB ahead, stay), by groups side by side; the first of all is good on most processors.
+_WAYS = {
+    1: ((2, 0), (0, 0), (1, 0), (4, 0), (8, 0), (2, 2), (4, 2), (8, 2), (2, 1), (8, 1)),
+    2: ((1, 0), (0, 0), (4, 0), (1, 2), (4, 2)),
+    4: ((1, 0), (0, 0), (4, 0), (1, 2), (4, 2)),
+}
+CANDIDATES = [
+    WeightReading(kib << 10, stay, panels) for panels, ways in _WAYS.items() for kib, stay in ways
+]
 
 
 def packed(readings: Sequence[WeightReading]) -> int:
@@ -84,15 +85,13 @@ def most_bytes() -> int:
 
 def fastest_readings(weights: ReadWeights, pass_bytes: int, choices: Choices) -> int:
     """Readings of `weights` in passes that read `pass_bytes` of weights in all."""
-    offered = [candidates(rows, weights.rows_together) for rows in ROWS]
     if pass_bytes < LEAST_BYTES:
-        return packed([each[0] for each in offered])
+        return packed([CANDIDATES[0]] * len(ROWS))
     outputs = max(1, min(weights.outputs, _TIMED_BYTES // weights.output_bytes))
     ring_bytes = min(1 << (pass_bytes - 1).bit_length(), most_bytes())
     ring = _Ring(ring_bytes, -(-outputs // _GROUP) * _GROUP * weights.output_bytes)
-    found = []
-    for rows, readings in zip(ROWS, offered, strict=True):
-        names = {reading.name: reading for reading in readings}
+    names, found = {reading.name: reading for reading in CANDIDATES}, []
+    for rows in ROWS:
         name = choices.fastest(
             "few rows",
             (*weights.shape, f"{outputs} outputs", f"{rows} rows", f"{ring_bytes >> 20} MiB"),
