@@ -36,7 +36,7 @@ class GenerateOptions:
         "",
         "a file or folder of JSON lines, JSON, Parquet, CSV or text (a prompt per line), a "
         "dataset folder or Hub id, published:train (8,125 public prompts, in no suite of bench), "
-        "stdlib:code, stdlib:prose",
+        "stdlib:code, stdlib:prose or stdlib:tasks",
     )
     out: str = option(help="folder to write; a started one is resumed")
     self_prompts: int | None = option(

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from draftsmith.config import PART, option
 from draftsmith.errors import UserError
+from draftsmith.prompts.corpus import TASKS as LIBRARY_TASKS
+from draftsmith.prompts.corpus import stdlib_tasks
 from draftsmith.prompts.published import SUITES, TRAINING, Suite, located
 from draftsmith.prompts.shapes import Row, normalised, parsed
 from draftsmith.prompts.sources import read_file, read_rows
@@ -181,7 +183,10 @@ WORD = re.compile(r"\w+")
 
 
 def rows_to_train(source: str, *, split: str = "train") -> Iterator[tuple[str, Row]]:
-    """Rows of the published prompts, or of any source that `read_rows` takes."""
+    """Rows of the published prompts, of the standard library's tasks, or of any source that
+    `read_rows` takes."""
+    if source == LIBRARY_TASKS:
+        return ((task.name, {"prompt": task.text}) for task in stdlib_tasks())
     return published_rows() if source == NAME else read_rows(source, split=split)
 
 

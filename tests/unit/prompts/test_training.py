@@ -96,3 +96,14 @@ def test_other_sources_are_read_as_ever(folder: Path) -> None:
     path = folder / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "Hi."}) + "\n", encoding="utf-8")
     assert [row for _, row in rows_to_train(str(path))] == [{"prompt": "Hi."}]
+
+
+def test_tasks_of_the_library_ask_about_long_texts_and_are_always_the_same() -> None:
+    rows = list(rows_to_train("stdlib:tasks"))
+    asked = [row["prompt"] for _, row in rows]
+    assert len(asked) == len(set(asked)) > 2000
+    assert asked == [row["prompt"] for _, row in rows_to_train("stdlib:tasks")]
+    assert sum(map(len, asked)) > 1000 * len(asked)
+    # The first ones are of every kind.
+    for words in ("Summarize: ", "three sentences.", "What is ", "for a beginner:", "main points"):
+        assert sum(words in prompt for prompt in asked[:100]) >= 5, words
