@@ -3,6 +3,10 @@ bfloat16 and without paths in its record.
 
 scripts/quickstart --train
 python -m scripts.demo.ship_draft runs/quickstart/shipped-draft
+
+That of the demonstration model, whose commands are in docs/benchmarks/real-model.md:
+
+python -m scripts.demo.ship_draft DRAFT --target demo --out scripts/demo_draft
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from draftsmith.config import for_others
 from draftsmith.files import atomic_folder, read_json, write_json
 from scripts.demo.shipped import SHIPPED_DRAFT
 
+TARGET = "scripts/quickstart_target"
 RECORD, CONFIG, WEIGHTS = "draftsmith.json", "config.json", "model.safetensors"
 TRAINING = "training.json"
 DATA, OUT = "draft-data", "shipped-draft"  # in the run's folder
@@ -46,7 +51,7 @@ def train_words(target: str | Path, data: str | Path, out: str | Path) -> list[s
     ]  # fmt: skip
 
 
-def ship(draft: Path, out: Path) -> None:
+def ship(draft: Path, out: Path, target: str = TARGET) -> None:
     with atomic_folder(out) as folder:
         weights = load_file(draft / WEIGHTS)
         narrow = {
@@ -58,9 +63,10 @@ def ship(draft: Path, out: Path) -> None:
         key = next((key for key in ("dtype", "torch_dtype") if key in config), "dtype")
         write_json(folder / CONFIG, config | {key: "bfloat16"})
         record = for_others(read_json(draft / RECORD))
-        record["target"]["name"] = "scripts/quickstart_target"
+        record["target"]["name"] = target
         write_json(folder / RECORD, record)
-        write_json(folder / TRAINING, training())
+        if target == TARGET:
+            write_json(folder / TRAINING, training())
 
 
 def training() -> dict[str, str]:
@@ -78,8 +84,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("draft", type=Path)
     parser.add_argument("--out", type=Path, default=SHIPPED_DRAFT)
+    parser.add_argument("--target", default=TARGET)
     arguments = parser.parse_args()
-    ship(arguments.draft, arguments.out)
+    ship(arguments.draft, arguments.out, arguments.target)
     size = sum(file.stat().st_size for file in arguments.out.iterdir())
     print(json.dumps({"out": str(arguments.out), "bytes": size}))
 
