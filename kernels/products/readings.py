@@ -2,7 +2,7 @@
 cache, and how many groups of outputs side by side. No sum depends on it; what is fastest is
 measured, by the number of rows.
 
-Weights are timed as a pass finds them: in a ring of memory that holds as much as the pass reads.
+Weights are timed as a round finds them, out of all caches: in a ring of memory larger than these.
 """
 
 from __future__ import annotations
@@ -84,11 +84,12 @@ def most_bytes() -> int:
 
 
 def fastest_readings(weights: ReadWeights, pass_bytes: int, choices: Choices) -> int:
-    """Readings of `weights` in passes that read `pass_bytes` of weights in all."""
+    """Readings of `weights` in passes that read `pass_bytes` of weights in all. A draft's may fit
+    in a cache, but the target's pass drives them out."""
     if pass_bytes < LEAST_BYTES:
         return packed([CANDIDATES[0]] * len(ROWS))
     outputs = max(1, min(weights.outputs, _TIMED_BYTES // weights.output_bytes))
-    ring_bytes = min(1 << (pass_bytes - 1).bit_length(), most_bytes())
+    ring_bytes = most_bytes()
     ring = _Ring(ring_bytes, -(-outputs // _GROUP) * _GROUP * weights.output_bytes)
     names, found = {reading.name: reading for reading in CANDIDATES}, []
     for rows in ROWS:
