@@ -27,6 +27,7 @@ CASES = [
     "chain verification from logits, V 64", *(f"draw, {what}, V 64" for what in DRAWS),
     "forward-kl, target logits given, V 64",
     *(f"{name}, from both hidden states, V 64" for name in DIVERGENCES), "paged attention",
+    *(f"product of {rows} rows, {dtype}" for dtype in ("float32", "bfloat16") for rows in (1, 4, 8, 32)),
 ]  # fmt: skip
 
 

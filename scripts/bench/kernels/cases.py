@@ -13,6 +13,7 @@ import torch
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, Scoring
 from draftsmith.kernels.dispatch import BACKENDS
+from draftsmith.kernels.products.few_rows import few_rows
 from draftsmith.kernels.sampling.draw import draw
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
@@ -61,6 +62,34 @@ def all_cases(sizes: Sizes, device: torch.device) -> Iterator[Callable[[], Case]
             yield partial(draw_case, what, options, sizes, vocab_size, device)
     yield from divergence_cases(sizes, device)
     yield partial(attention_case, sizes, device)
+    if device.type == "cpu":
+        for dtype in (torch.float32, torch.bfloat16):
+            for rows in (1, 4, 8, 32):
+                yield partial(product_case, rows, dtype)
+
+
+# Of SmolLM2-135M, `demo`: gate and factor of its MLP, of so many layers that none stays in a cache.
+MLP, LAYERS = (3072, 576), 20
+
+
+def product_case(rows: int, dtype: torch.dtype) -> Case:
+    """Products of a pass over some rows: of one token, of a verification, of a batch."""
+    weights = [torch.randn(MLP, dtype=dtype) for _ in range(LAYERS)]
+    states, num_bytes = torch.randn(rows, MLP[1], dtype=dtype), sum(map(_num_bytes, weights))
+    packed = [few_rows(weight, None, pass_bytes=num_bytes) for weight in weights]
+
+    def reference() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(states, weight)
+
+    def ours() -> None:
+        for product in packed:
+            assert product is not None
+            product(states)
+
+    ways = {"reference": reference} | ({} if None in packed else {"ours": ours})
+    shape = f"{LAYERS} x {MLP[1]} to {MLP[0]}, {_named(dtype)}"
+    return Case(f"product of {rows} rows, {_named(dtype)}", shape, num_bytes, ways)
 
 
 @dataclass(frozen=True)
