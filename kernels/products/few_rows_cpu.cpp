@@ -1,5 +1,5 @@
-// Products of a few rows with weights that were laid out for them, on a CPU: each weight is read
-// once, in the order of memory. few_rows.py compiles it and says what the arguments are.
+// Products of a few rows with weights that were laid out for them, on a CPU: each weight is read from
+// memory once, in runs. few_rows.py compiles it and says what the arguments are.
 //
 // Outputs are taken in groups of three registers, the last ones in as many registers as they need. The
 // weights of a group lie together: for each step along the width (one number, or two of bfloat16)
@@ -41,7 +41,7 @@ constexpr int64_t kPieceBytes = 64;
 constexpr int64_t kGateAhead = 768;  // bytes that arrive while a row's gates of a group are computed
 
 // Where weights that are asked for early wait: in the nearest cache, in a farther one, or in none for
-// long, so that these are left to what else a round reads.
+// long, so that these are left to what else a round reads. `kAskedFor`: they were asked for before.
 enum Stay { kNearest, kFarther, kPast, kAskedFor };
 constexpr int64_t kLine = 64, kMostPanels = 4;
 
@@ -141,6 +141,7 @@ struct Step<Bfloat16> {
 #endif
 };
 
+// Whether more than `kTogether` rows meet weights that are widened first.
 template <typename T>
 constexpr bool kWidens = kManyInPieces && std::is_same<T, Bfloat16>::value;
 

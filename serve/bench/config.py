@@ -25,7 +25,7 @@ class BenchConfig(SuiteOptions, ServedPair):
     prompts: str = option(
         "stdlib:code",
         "a file or folder of JSON lines, JSON, Parquet, CSV or text (a prompt per line), as for "
-        "generate; stdlib:code, stdlib:prose or published:train",
+        "generate; stdlib:code, stdlib:prose, stdlib:tasks or published:train",
     )
     num_prompts: int = option(16, "prompts of one pass", limits=AT_LEAST_1)
     prompt_chars: int = option(

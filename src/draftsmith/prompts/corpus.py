@@ -76,7 +76,8 @@ QUESTIONS = (
 
 def stdlib_tasks() -> list[Document]:
     """Questions with long texts, one of each kind about each description; about 4,000, in an order
-    that their text decides, so that the first ones are a fair sample of all."""
+    that their text decides, so that the first ones are a fair sample of all. A description is in
+    several of them: hold none out."""
     found, tasks = list(_descriptions()), []
     for index, (name, text) in enumerate(found):
         for number, question in enumerate(QUESTIONS):
