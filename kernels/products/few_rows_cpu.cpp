@@ -83,7 +83,14 @@ inline Lanes multiplied(Lanes sum, Lanes w, float x) {
 #elif defined(__FMA__)
   return (Lanes)_mm256_fmadd_ps((__m256)w, _mm256_set1_ps(x), (__m256)sum);
 #else
-  return sum + w * x;
+  Lanes found = sum + w * x;
+  // In this order: a row's sums must not depend on how many rows there are.
+#if defined(__aarch64__)
+  asm("" : "+w"(found));
+#elif defined(__SSE__)
+  asm("" : "+x"(found));
+#endif
+  return found;
 #endif
 }
 
