@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import broadcast
 from torch.optim import AdamW, Muon, Optimizer
 
 from draftsmith.errors import UserError
@@ -32,8 +33,11 @@ def muon_with_adamw(
     lr: float,
     betas: tuple[float, float],
     weight_decay: float,
+    rank: int = 0,
+    processes: int = 1,
 ) -> MuonWithAdamW:
-    """`num_tokens`: rows of the draft's head, which distinguish a table from a matrix."""
+    """`num_tokens`: rows of the draft's head, which distinguish a table from a matrix. `processes`
+    hold the same weights and gradients, and this one is `rank` of them."""
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     matrices = [
         one
@@ -52,6 +56,7 @@ def muon_with_adamw(
         {"params": vectors, "weight_decay": 0.0},
     ]
     muon = DraftMuon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon.rank, muon.processes = rank, processes
     # Fused: in one pass over a table.
     return MuonWithAdamW(muon, AdamW(groups, lr=lr, betas=betas, fused=True))
 
@@ -59,26 +64,41 @@ def muon_with_adamw(
 class DraftMuon(Muon):
     """torch's Muon, but the updates of weights on a CPU are made orthogonal in float32: torch does
     it in bfloat16, which a processor without such instructions multiplies many times more slowly.
+    Each of several processes does it for a share of the weights.
     """
+
+    rank, processes = 0, 1
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
-            momentum, lr = group["momentum"], group["lr"]
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                if not state:
-                    state[MUON_MOMENT] = torch.zeros_like(weight.grad)
-                mean = state[MUON_MOMENT].lerp_(weight.grad, 1 - momentum)
-                update = orthogonal(weight.grad.lerp(mean, momentum), group["ns_coefficients"])
+            lr = group["lr"]
+            weights = [one for one in group["params"] if one.grad is not None]
+            # The larger ones by turns.
+            owners = {
+                id(one): turn % self.processes
+                for turn, one in enumerate(sorted(weights, key=torch.Tensor.numel, reverse=True))
+            }
+            updates = [self._update(one, group, owners[id(one)] == self.rank) for one in weights]
+            for weight, update in zip(weights, updates, strict=True):
+                if self.processes > 1:
+                    broadcast(update, owners[id(weight)])
                 weight.mul_(1 - lr * group["weight_decay"])
                 # The root mean square of AdamW's updates.
                 weight.add_(update, alpha=-0.2 * lr * math.sqrt(max(weight.shape)))
         return loss
+
+    def _update(self, weight: torch.Tensor, group: dict[str, Any], is_own: bool) -> torch.Tensor:
+        """Takes the gradient into the momentum; the update, made orthogonal if it is this process's
+        own."""
+        state, momentum = self.state[weight], group["momentum"]
+        if not state:
+            state[MUON_MOMENT] = torch.zeros_like(weight.grad)
+        mean = state[MUON_MOMENT].lerp_(weight.grad, 1 - momentum)
+        update = weight.grad.lerp(mean, momentum)
+        return orthogonal(update, group["ns_coefficients"]).contiguous() if is_own else update
 
 
 def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float]) -> torch.Tensor:

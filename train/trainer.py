@@ -186,6 +186,8 @@ class DraftTrainer(Trainer):
                 lr=optim.lr,
                 betas=BETAS,
                 weight_decay=optim.weight_decay,
+                rank=self.args.process_index,
+                processes=self.args.world_size,
             )
         return super().create_optimizer(model)
 

@@ -3,10 +3,14 @@ comes back."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing import spawn
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -86,6 +90,36 @@ def test_updates_are_those_of_torch_without_its_rounding(shape: tuple[int, int])
             one.step()
     # bfloat16 has 8 bits.
     assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+def train_as(rank: int, processes: int, folder: str) -> None:
+    """Three steps as one of several processes; what it has then lies in a file."""
+    store = dist.FileStore(f"{folder}/store", processes)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    module = draft()
+    # A tall matrix, a wide one and a square one.
+    module["wide"], module["square"] = torch.nn.Linear(8, 6), torch.nn.Linear(8, 8)
+    both = muon_with_adamw(
+        module, num_tokens=TOKENS, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1,
+        rank=rank, processes=processes,
+    )  # fmt: skip
+    for step in range(3):
+        for number, one in enumerate(module.parameters()):
+            seed = torch.Generator().manual_seed(10 * step + number)
+            one.grad = torch.randn(one.shape, generator=seed)
+        both.step()
+    torch.save(module.state_dict(), f"{folder}/{rank}-of-{processes}.pt")
+    dist.destroy_process_group()
+
+
+def test_processes_that_share_the_updates_end_as_one_does(tmp_path: Path) -> None:
+    for processes in (1, 2):
+        spawn(train_as, (processes, str(tmp_path)), processes)
+    alone, *shared = (
+        torch.load(tmp_path / name) for name in ("0-of-1.pt", "0-of-2.pt", "1-of-2.pt")
+    )
+    for one in shared:
+        assert all(torch.equal(one[name], alone[name]) for name in alone)
 
 
 @given(shape=st.tuples(st.integers(2, 20), st.integers(2, 20)), seed=st.integers(0, 99))
