@@ -160,20 +160,6 @@ def score_together(
     return [one.looked_up(texts, fresh, max_depth) for one, fresh in zip(scorers, new, strict=True)]
 
 
-def score(
-    drafter: Unrollable,
-    target: Target,
-    texts: Sequence[ServedText],
-    *,
-    max_depth: int,
-    max_length: int,
-    batch: int = 8,
-) -> list[Scored]:
-    return score_drafters(
-        [drafter], target, texts, max_depth=max_depth, max_length=max_length, batch=batch
-    )[0]
-
-
 @torch.no_grad()
 def score_drafters(
     drafters: Sequence[Unrollable],

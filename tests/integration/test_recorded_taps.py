@@ -20,7 +20,7 @@ from draftsmith.distill.buffer.record_table import from_table, to_table
 from draftsmith.distill.buffer.traffic import ServedText, known_taps, stitch
 from draftsmith.distill.command import run
 from draftsmith.distill.config import LearnConfig, LearnUnroll
-from draftsmith.distill.gate.scoring import score
+from draftsmith.distill.gate.scoring import score_drafters
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner, summary
 from draftsmith.distill.learn.teachers import LearningBatch
@@ -205,7 +205,7 @@ def step_of(learner: Learner, batch: LearningBatch) -> tuple[float, list[float],
 
 
 def mean_alpha(learner: Learner, judge: Target, texts: Sequence[ServedText]) -> float:
-    found = score(learner.drafter, judge, texts, max_depth=3, max_length=MOST)
+    found = score_drafters([learner.drafter], judge, texts, max_depth=3, max_length=MOST)[0]
     return float(np.concatenate([one.alpha for one in found]).mean())
 
 

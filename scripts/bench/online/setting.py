@@ -15,7 +15,7 @@ import torch
 from draftsmith import cli
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
-from draftsmith.distill.gate.scoring import score
+from draftsmith.distill.gate.scoring import score_drafters
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import ServingDrafter, TrainedDrafter
 from draftsmith.drafters.target.target import Target
@@ -89,7 +89,7 @@ class Setting:
 
     def alphas(self, drafter: TrainedDrafter, texts: Sequence[ServedText]) -> list[np.ndarray]:
         """Exactly, at the positions of each text that verification visited."""
-        found = score(drafter, self.target, texts, max_depth=K, max_length=MAX_LENGTH)
+        found = score_drafters([drafter], self.target, texts, max_depth=K, max_length=MAX_LENGTH)[0]
         return [one.alpha for one in found]
 
 

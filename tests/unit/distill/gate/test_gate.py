@@ -12,7 +12,7 @@ from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.gate import scoring
 from draftsmith.distill.gate.gate import alphas_of, compare, decide, regate, weigh
 from draftsmith.distill.gate.regression import Earlier, watch
-from draftsmith.distill.gate.scoring import Scorer, score, score_drafters
+from draftsmith.distill.gate.scoring import Scorer, score_drafters
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.target.target import Target
@@ -30,7 +30,7 @@ def test_score_is_the_overlap_of_the_distributions_at_verified_positions(
 ) -> None:
     served, other = bigram(288), bigram(288, seed=3)
     texts = texts_of(serving(target, served, prompts(3), traffic(temperature=0.8, top_k=30)))
-    found = score(other, target, texts, max_depth=8, max_length=512)
+    found = score_drafters([other], target, texts, max_depth=8, max_length=512)[0]
     for text, scored in zip(texts, found, strict=True):
         expected, kept = [], []
         for record in text.records:
@@ -85,10 +85,12 @@ def test_texts_of_another_target_contradict_their_logged_distributions(
     with torch.no_grad():
         sharp.states.weight.mul_(8)
     assert not any(
-        one.is_consistent for one in score(sharp, target, foreign, max_depth=3, max_length=512)
+        one.is_consistent
+        for one in score_drafters([sharp], target, foreign, max_depth=3, max_length=512)[0]
     )
     assert all(
-        one.is_consistent for one in score(sharp, other, foreign, max_depth=3, max_length=512)
+        one.is_consistent
+        for one in score_drafters([sharp], other, foreign, max_depth=3, max_length=512)[0]
     )
     scorer = Scorer(sharp, target, max_length=512)
     decision = decide(

@@ -11,7 +11,7 @@ from draftsmith.distill.buffer.record_table import tokens_only
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.gate import decide
 from draftsmith.distill.gate.regression import watch
-from draftsmith.distill.gate.scoring import Scorer, score
+from draftsmith.distill.gate.scoring import Scorer, score_drafters
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.objective.outline import TargetOutline, load_outline
@@ -37,13 +37,17 @@ def test_alpha_is_the_targets_where_the_logged_tokens_suffice_and_the_middle_of_
     drafter = bigram(288)
     exact = texts_of(serving(target, drafter, prompts(3), traffic(top_k=20)))
     for own, logged in zip(
-        score(drafter, target, exact, **SIZES), score(drafter, outline, exact, **SIZES), strict=True
+        score_drafters([drafter], target, exact, **SIZES)[0],
+        score_drafters([drafter], outline, exact, **SIZES)[0],
+        strict=True,
     ):
         np.testing.assert_allclose(logged.alpha, own.alpha, atol=1e-3)
         np.testing.assert_allclose(logged.least, own.alpha, atol=1e-3)
         assert logged.kept.tolist() == own.kept.tolist() and logged.is_consistent
     flat = served_texts(3)
-    (own, *_), (logged, *_) = (score(drafter, one, flat, **SIZES) for one in (target, outline))
+    (own, *_), (logged, *_) = (
+        score_drafters([drafter], one, flat, **SIZES)[0] for one in (target, outline)
+    )
     # The middle of the bounds; a version is rolled back as served wrongly for the lower one alone.
     low, high = logged.least, 2 * logged.alpha - logged.least
     assert (low <= own.alpha + 1e-4).all() and (own.alpha <= high + 1e-4).all()
@@ -62,8 +66,8 @@ def test_positions_without_a_logged_p_are_left_out(
 ) -> None:
     records = serving(target, bigram(288), prompts(1), traffic(top_k=20))
     partly = [tokens_only(one) if one.round % 2 else one for one in records]
-    (some,) = score(bigram(288), outline, texts_of(partly), **SIZES)
-    (every,) = score(bigram(288), outline, texts_of(records), **SIZES)
+    (some,) = score_drafters([bigram(288)], outline, texts_of(partly), **SIZES)[0]
+    (every,) = score_drafters([bigram(288)], outline, texts_of(records), **SIZES)[0]
     is_logged = [one.round % 2 == 0 for one in records for _ in range(min(one.accepted + 1, 3))]
     np.testing.assert_array_equal(some.alpha, every.alpha[np.array(is_logged)[: len(every.alpha)]])
 

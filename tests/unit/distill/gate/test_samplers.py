@@ -20,7 +20,7 @@ from draftsmith.distill.config import DriftConfig, GateConfig
 from draftsmith.distill.gate.drift import Drift
 from draftsmith.distill.gate.gate import Decision, decide
 from draftsmith.distill.gate.regression import Earlier, Watched, watch
-from draftsmith.distill.gate.scoring import Scored, Scorer, score
+from draftsmith.distill.gate.scoring import Scored, Scorer, score_drafters
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.distill.version_lifecycle import describe
 from draftsmith.kernels.sampling.filters import SamplingRows, process
@@ -188,7 +188,9 @@ def test_the_score_of_the_served_draft_predicts_its_acceptance(
     texts = serve(world, "live", 60, sampler=sampler, **sampling)
 
     def scored(texts: Sequence[ServedText]) -> list[Scored]:
-        return score(world.drafts["live"], world.target, texts, max_depth=K, max_length=512)
+        return score_drafters(
+            [world.drafts["live"]], world.target, texts, max_depth=K, max_length=512
+        )[0]
 
     found = scored(texts)
     kept, alpha = (

@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.distill.buffer.traffic import ServedText, newest_within
 from draftsmith.distill.config import LearnConfig, LearnUnroll
-from draftsmith.distill.gate.scoring import score
+from draftsmith.distill.gate.scoring import score_drafters
 from draftsmith.distill.learn.learner import Learner, Reservoir
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RecordedTaps
@@ -27,7 +27,10 @@ def served(served_texts: Callable[[int], list[ServedText]]) -> list[ServedText]:
 def mean_alpha(drafter: torch.nn.Module, target: Target, texts: list[ServedText]) -> float:
     return float(
         np.concatenate(
-            [one.alpha for one in score(drafter, target, texts, max_depth=3, max_length=512)]
+            [
+                one.alpha
+                for one in score_drafters([drafter], target, texts, max_depth=3, max_length=512)[0]
+            ]
         ).mean()
     )
 
