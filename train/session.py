@@ -67,7 +67,7 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
         )
     material = prepare(config)
     drafter = new_trainee_drafter(config, material)
-    trainer = new_trainer(config, material, drafter, new_source(config, material, drafter.taps))
+    trainer = new_trainer(config, material, drafter, new_source(config, material, drafter))
     for callback in callbacks:
         trainer.add_callback(callback)
     newest = open_folder(config, material, trainer)
@@ -159,7 +159,7 @@ def older_drafter(init: str, family: str, target: Target) -> TrainedDrafter:
     return drafter
 
 
-def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -> TargetSource:
+def new_source(config: TrainConfig, material: Material, drafter: torch.nn.Module) -> TargetSource:
     target, corpus = material.target, material.corpus
     if config.target_server is not None:
         server = PatientServer(config.target_server, "target_server")
@@ -167,7 +167,8 @@ def new_source(config: TrainConfig, material: Material, taps: tuple[int, ...]) -
     if config.teacher == "live":
         return LiveSource(target)
     records = {folder.path: one.provenance for folder, one in zip(corpus.folders, corpus.corpora)}
-    source = stored_source(target, records, taps)
+    kept = RunFolder(config.out).training / "rest_logits.f32"
+    source = stored_source(target, records, drafter.taps, drafter.vocab_map, kept)
     if isinstance(source, DistributionSource):
         resolve.check_stored_sparse(config)
     return source

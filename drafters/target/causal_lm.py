@@ -281,6 +281,32 @@ class CausalLM:
         """The model's own forward in `head`, [1, R, H] -> [1, R, V]."""
         return self._head(inputs_embeds=rows).logits
 
+    @torch.no_grad()
+    def part_of_head(self, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """`head` of the tokens `ids` [n] alone, [R, H] -> [R, n + 1], whose last column is room for
+        the caller. None where the head is no plain product, or not all of it is here."""
+        plain = self.model.get_output_embeddings()
+        names = [name for name, one in self._head._modules.items() if one is plain]
+        is_here = type(plain) is torch.nn.Linear and not plain.weight.is_meta
+        if not is_here or not names or isinstance(plain.weight, DTensor):
+            return None
+        part = torch.nn.Linear(plain.in_features, len(ids) + 1, plain.bias is not None, "meta")
+        for name, whole in plain.named_parameters():
+            rows = torch.cat([whole[ids], torch.zeros_like(whole[:1])])
+            setattr(part, name, torch.nn.Parameter(rows, requires_grad=False))
+        head = copy.copy(self._head)
+        head._modules = {**self._head._modules, names[0]: part}
+
+        def narrow(states: torch.Tensor) -> torch.Tensor:
+            return head(inputs_embeds=states[None]).logits[0]
+
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(8, plain.in_features, generator=generator).to(plain.weight)
+        wanted, found = self.own_head(states[None])[0][:, ids].float(), narrow(states).float()
+        is_wide = found.shape[-1] == len(ids) + 1
+        is_same = is_wide and torch.allclose(found[:, :-1], wanted, rtol=1e-2, atol=1e-2)
+        return torch.no_grad()(narrow) if is_same else None
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model.get_input_embeddings()(ids)
 

@@ -48,6 +48,8 @@ class SharedLogits(NamedTuple):
 
     logits: torch.Tensor  # [d, V]
     which: torch.Tensor  # [t] int64, ascending, none of the d left out
+    # `logits` are [d, Vd + 1]: the draft vocabulary's in its order, and that of all others together
+    is_narrow: bool = False
 
 
 # Raw target logits of a slice of rows, [t, V] where none are shared.
@@ -151,10 +153,14 @@ def _from_logits(
 ) -> ChunkRows:
     def rows(draft_logits: torch.Tensor, part: slice) -> RowTerms:
         found = target(part)
-        logits, which = found if isinstance(found, SharedLogits) else (found, None)
-        _check_sizes(draft_logits, logits, which, vocab_map)
+        logits, which, is_narrow = (
+            found if isinstance(found, SharedLogits) else (found, None, False)
+        )
+        own = torch.arange(draft_logits.shape[-1], device=draft_logits.device)
+        ids = own if is_narrow else vocab_map
+        _check_sizes(draft_logits, logits, which, ids)
         of_part = None if columns is None else columns[part]
-        given = RowInputs(draft_logits, logits.detach(), weights[part], vocab_map, of_part, which)
+        given = RowInputs(draft_logits, logits.detach(), weights[part], ids, of_part, which)
         return divergence_terms(kind, given, impl=impl)
 
     return rows

@@ -245,6 +245,7 @@ class StoredTaps:
         sizes = [np.diff(file.ends.numpy(), prepend=0) for file in self.files]
         self._text_ends = np.concatenate(sizes).cumsum()
         self._first_texts = np.cumsum([0, *map(len, sizes)])
+        self.num_tokens = int(self._text_ends[-1])
 
     def read(self, token_index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Taps and final states of tokens of one text, as `StatesOf.read`."""

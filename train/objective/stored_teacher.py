@@ -20,21 +20,38 @@ from draftsmith.kernels.divergence.fused import TargetLogits
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.train.data.dataset import Lists, load_rows
 from draftsmith.train.data.stored_taps import StoredTaps
-from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource, logits_at
+from draftsmith.train.objective.narrow_logits import NarrowLogits
+from draftsmith.train.objective.teacher import (
+    Head,
+    LiveSource,
+    TargetSignals,
+    TargetSource,
+    logits_at,
+    whole_head,
+)
 
 COLUMNS = ("loss_mask", "top_ids", "top_logprobs", "tail")
 
 
 def stored_source(
-    target: Target, provenance: Mapping[str, dict[str, Any]], taps: tuple[int, ...]
+    target: Target,
+    provenance: Mapping[str, dict[str, Any]],
+    taps: tuple[int, ...],
+    vocab_map: torch.Tensor | None = None,
+    kept: Path | None = None,
 ) -> TargetSource:
     """Source over data folders with their provenance by path, which must all store the same: taps,
-    which give everything, or distributions, which leave taps to the target's body."""
+    which give everything, or distributions, which leave taps to the target's body. `vocab_map` and
+    `kept` as in `NarrowLogits`, of a draft with a vocabulary of its own."""
     folders = [Path(path) for path in provenance]
     named = ", ".join(map(repr, provenance))
     tapped = [any(folder.glob("taps-*.safetensors")) for folder in folders]
     if all(tapped):
-        return TapSource(target, StoredTaps(folders, revision=target.revision), taps)
+        stored_taps = StoredTaps(folders, revision=target.revision)
+        head = whole_head(target)
+        if vocab_map is not None and kept is not None:
+            head = NarrowLogits(target, vocab_map, stored_taps.num_tokens, kept)
+        return TapSource(target, stored_taps, taps, head)
     if any(tapped):
         raise UserError(
             f"some of the folders {named} store taps and others distributions; store the same in "
@@ -60,8 +77,8 @@ class TapSource:
     """Distributions by the target's own head over stored states. `taps` are those that will be
     asked for."""
 
-    def __init__(self, target: Target, stored: StoredTaps, taps: tuple[int, ...]):
-        self.live, self.stored = LiveSource(target), stored
+    def __init__(self, target: Target, stored: StoredTaps, taps: tuple[int, ...], head: Head):
+        self.live, self.stored, self.head = LiveSource(target), stored, head
         missing = [tap for tap in taps if tap != FINAL and tap not in stored.taps]
         if missing:
             raise UserError(
@@ -84,7 +101,9 @@ class TapSource:
             live_taps, final[unknown] = target.states(*rows, taps, segments)
             if live_taps is not None:
                 tapped[unknown] = live_taps
-        return TargetSignals(tapped if taps else None, logits_at(target, final))
+        index = text.token_index.flatten()
+        distributions = logits_at(final, lambda states, at: self.head(states, index[at]))
+        return TargetSignals(tapped if taps else None, distributions)
 
     def _stored_states(
         self, text: TextBatch, taps: tuple[int, ...]

@@ -20,6 +20,9 @@ from draftsmith.kernels.sampling.top_tokens import TopProbs
 # (row [R], position [R]) -> the target's distributions of the tokens at these positions, given the
 # text before them, as `divergence` takes them.
 DistributionsAt = Callable[[torch.Tensor, torch.Tensor], TargetLogits | TopProbs]
+# (states [d, H], their places in the flat batch [d]) -> (logits, whether they are narrow), as
+# `SharedLogits` holds them.
+Head = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, bool]]
 
 
 class TargetSignals(NamedTuple):
@@ -57,10 +60,14 @@ class LiveSource:
         tapped, hidden = self.reader.states(
             text.input_ids, text.attention_mask, taps, text.segments
         )
-        return TargetSignals(tapped, logits_at(self.target, hidden))
+        return TargetSignals(tapped, logits_at(hidden, whole_head(self.target)))
 
 
-def logits_at(target: Target, hidden: torch.Tensor) -> DistributionsAt:
+def whole_head(target: Target) -> Head:
+    return lambda states, _: (target.head(states), False)
+
+
+def logits_at(hidden: torch.Tensor, head: Head) -> DistributionsAt:
     """Logits from states [B, L, H] that the target's head multiplies; neighbouring rows that ask
     for one position share the product."""
 
@@ -72,7 +79,9 @@ def logits_at(target: Target, hidden: torch.Tensor) -> DistributionsAt:
 
         def logits(rows: slice) -> SharedLogits:
             first, last = on_host[rows][[0, -1]].tolist()
-            return SharedLogits(target.head(before[first : last + 1]), which[rows] - first)
+            part = slice(first, last + 1)
+            found, is_narrow = head(before[part], asked[part])
+            return SharedLogits(found, which[rows] - first, is_narrow)
 
         return logits
 

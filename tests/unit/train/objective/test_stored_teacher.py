@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -146,6 +147,41 @@ def test_losses_under_stored_taps_are_the_live_ones(target, shared, family, prec
     assert found.total.item() == pytest.approx(expected.total.item(), rel=tolerance)
     assert torch.allclose(found.sums.alpha, expected.sums.alpha, rtol=tolerance)
     assert found.keep is not None
+
+
+@pytest.mark.parametrize("rows", [ROWS, [[0], [3]]])
+def test_a_draft_vocabulary_is_taught_alike_by_the_whole_head_and_by_its_rows(
+    target, shared, tmp_path, rows
+):
+    """The first reading multiplies the whole head and keeps what the rest weighs; the second has
+    the draft's rows alone, also in another process, which finds the file."""
+    corpus = corpus_of(folder := shared(store_taps="bf16", taps=TAPS))
+    text, provenance = text_of(corpus, rows), {str(folder): corpus.provenance}
+    options = Eagle3Options(taps=TAPS, draft_vocab_size=40)
+    counts = torch.rand(target.vocab_size, generator=torch.Generator().manual_seed(0))
+    drafter = FAMILIES["eagle3"].create(options, target, seed=0, token_counts=counts)
+
+    def measured(*narrow: Any) -> UnrolledLoss:
+        teacher = source_of_folders(target, provenance, TAPS, *narrow)
+        drafter.zero_grad()
+        found = unrolled_loss(drafter, teacher, text, num_steps=3, weighting=Exponential(0.8))
+        found.total.backward()
+        return found
+
+    whole = measured()
+    gradient = drafter.fc.weight.grad.clone()
+    kept = tmp_path / "run" / "rest.f32"
+    for _ in range(2):
+        narrow = measured(drafter.vocab_map, kept)
+        assert narrow.total.item() == pytest.approx(whole.total.item(), rel=1e-5)
+        assert torch.allclose(drafter.fc.weight.grad, gradient, rtol=1e-3, atol=1e-6)
+        for found, expected in zip(narrow.sums, whole.sums, strict=True):
+            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(narrow.keep, whole.keep, atol=1e-6)
+    # A rest that weighs more shows that the kept numbers are the ones used.
+    known = np.memmap(kept, np.float32, "r+")
+    known[known != 0] += 5
+    assert (measured(drafter.vocab_map, kept).sums.outside > 1.1 * whole.sums.outside).all()
 
 
 def test_states_of_the_next_token_would_be_noticed(target, shared):
