@@ -76,6 +76,7 @@ class Choices:
         self._folder, self._clock, self._most_s = folder, clock, most_s
         self._known: dict[str, MeasuredChoice] | None = None
         self._made: set[str] = set()  # keys of what this process has timed
+        self._taken: set[str] = set()
         self._spent_s: dict[str, float] = defaultdict(float)
         self._lock = threading.RLock()
 
@@ -117,6 +118,7 @@ class Choices:
         with self._lock:
             key = _key(kind, shape, threads, sources)
             found = self._all().get(key)
+            self._taken.add(key)
             kept = mode != "again" or key in self._made
             if found is not None and found.way in names and kept:
                 return found
@@ -135,6 +137,12 @@ class Choices:
         """Those that are kept for this processor."""
         with self._lock:
             return sorted(self._all().values(), key=lambda one: one[:4])
+
+    def lines(self) -> list[str]:
+        """Choices that this process took, a line each, with the ms of the way and of the second."""
+        with self._lock:
+            taken = [self._all()[key] for key in self._taken if key in self._all()]
+        return [_line(one) for one in sorted(taken, key=lambda one: one[:4])]
 
     def _all(self) -> dict[str, MeasuredChoice]:
         if self._known is None:
@@ -172,6 +180,14 @@ def _key(kind: str, shape: Sequence[object], threads: int, sources: Sequence[Pat
     contents = b"".join(source.read_bytes() for source in sources)
     digest = hashlib.sha256(contents).hexdigest()[:8]
     return f"{kind} {_text(shape)}, {threads} threads, {digest}"
+
+
+def _line(choice: MeasuredChoice) -> str:
+    others = {way: s for way, s in choice.seconds.items() if way != choice.way}
+    second = min(others, key=others.__getitem__, default="")
+    beside = f" ({second} {1e3 * others[second]:.2f} ms)" if second else ""
+    taken = f"{choice.way}, {1e3 * choice.seconds[choice.way]:.2f} ms{beside}"
+    return f"{choice.kind}, {choice.shape}: {taken}"
 
 
 def _text(shape: Sequence[object]) -> str:

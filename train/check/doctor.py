@@ -13,7 +13,7 @@ from draftsmith.drafters.config import check_draft_options
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.progress import say_loading
-from draftsmith.train.check.finding import FAIL, Finding, refused, table
+from draftsmith.train.check.finding import FAIL, Finding, ok, refused, table
 from draftsmith.train.config import DoctorConfig
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.quiet import quiet
@@ -22,7 +22,7 @@ from draftsmith.train.quiet import quiet
 def run(config: DoctorConfig) -> int:
     config = with_target(config)
     check_options(config)
-    findings = examine(config)
+    findings = examine(config) if config.json else in_brief(examine(config))
     found = Counter(finding.status for finding in findings)
     counts = {status: found[status] for status in ("ok", "warn", "fail")}
     if config.json:
@@ -33,6 +33,16 @@ def run(config: DoctorConfig) -> int:
         summary = ", ".join(f"{count} {status}" for status, count in counts.items())
         print(f"{table(findings)}\n\n{summary}")
     return 1 if counts[FAIL] else 0
+
+
+def in_brief(findings: list[Finding]) -> list[Finding]:
+    """The findings with one line for all ways of a CPU."""
+    ways = [finding for finding in findings if finding.check == "cpu.ways"]
+    if len(ways) < 2:
+        return findings
+    begin = findings.index(ways[0])
+    what = f"for {len(ways)} shapes of work the fastest way here is taken; --json lists them"
+    return [*findings[:begin], ok("cpu.ways", what), *findings[begin + len(ways) :]]
 
 
 def with_target(config: DoctorConfig) -> DoctorConfig:
@@ -90,7 +100,7 @@ def check_models(config: DoctorConfig) -> list[Finding]:
         )
     except UserError as error:
         return [*findings, refused("target.loads", error)]
-    findings += check_target(target)
+    findings += check_target(target, laid_out=offload is None)
     draft = None
     try:
         draft = checkpoint.load_draft(config, target)

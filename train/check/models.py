@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from draftsmith.drafters.checkpoint import RECORD, locate, read_metadata
+from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.config import Pair
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.layouts.folder import flattened
@@ -15,12 +16,15 @@ from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import read_config
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.host_compiler import compiler_path
+from draftsmith.kernels.measured import CHOICES
 from draftsmith.train.check.finding import Finding, fail, ok, refused, warn
 
 
-def check_target(target: Target) -> list[Finding]:
-    """Loading has already shown that the target uses our attention and that its head is found."""
+def check_target(target: Target, *, laid_out: bool = True) -> list[Finding]:
+    """Loading has already shown that the target uses our attention and that its head is found.
+    `laid_out`: all weights are in memory."""
     shape = (
         f"{target.num_layers} layers of {target.hidden_size}, {target.vocab_size} ids, "
         f"{target.max_positions} positions"
@@ -32,6 +36,7 @@ def check_target(target: Target) -> list[Finding]:
         *check_rope(target),
         check_tokenizer(target),
         check_compiler(),
+        *(check_ways(target) if laid_out else []),
     ]
 
 
@@ -85,6 +90,15 @@ def check_compiler() -> Finding:
             f"{error}, so slower operations of torch serve",
             "install g++ or clang++, or name one in CXX",
         )
+
+
+def check_ways(target: Target) -> list[Finding]:
+    """On a CPU, the fastest ways to do the work of a pass, which are timed here where they are not
+    known yet."""
+    if not reads_freely(target.device):
+        return []
+    capture_lm(target)
+    return [ok("cpu.ways", line) for line in CHOICES.lines()]
 
 
 def check_draft(pair: Pair, draft: TrainedDrafter, target: Target) -> list[Finding]:

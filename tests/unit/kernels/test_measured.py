@@ -141,3 +141,12 @@ def test_processes_that_start_together_take_the_same_ways(tmp_path: Path) -> Non
     with multiprocessing.get_context("fork").Pool(4) as pool:
         found = pool.starmap(measure, [(tmp_path, number) for number in range(8)])
     assert len(set(found)) == 1
+
+
+def test_what_was_taken_is_told_with_the_second_best(tmp_path: Path) -> None:
+    choices = Choices(tmp_path, MadeUpTimes(own=0.003, torch=0.001, packed=0.002))
+    assert choices.lines() == []
+    chosen(choices)
+    (line,) = choices.lines()
+    assert line == "product, float32 8 16: torch, 1.00 ms (packed 2.00 ms)"
+    assert Choices(tmp_path).lines() == [], "others' choices are not this process's"

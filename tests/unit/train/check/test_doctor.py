@@ -4,6 +4,7 @@ sound."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,9 +33,11 @@ from draftsmith.train.check.data import (
     check_start,
     marked,
 )
-from draftsmith.train.check.doctor import run
+from draftsmith.train.check.doctor import in_brief, run
+from draftsmith.train.check.finding import ok
 from draftsmith.train.check.memory import compare
 from draftsmith.train.config import DoctorConfig
+from scripts.paths import ROOT
 from tests.conftest import make_tokenizer
 
 
@@ -84,6 +87,30 @@ def make_data(tmp_path: Path, target: Target) -> Callable[..., str]:
         return str(folder)
 
     return make
+
+
+@pytest.mark.long
+def test_the_ways_that_this_processor_is_fastest_in_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a target that is large enough for a choice; the next line of one is the same."""
+    options = {"target": str(ROOT / "scripts" / "quickstart_target"), "json": True}
+    told = []
+    for _ in range(2):
+        assert run(DoctorConfig(**options)) == 0
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        told.append([one["what"] for one in findings if one["check"] == "cpu.ways"])
+    assert told[0] == told[1]
+    assert sum(line.startswith("many rows, ") for line in told[0]) >= 3
+    assert all(re.search(r"\d\.\d\d ms \(", line) for line in told[0])
+
+
+def test_a_table_has_one_line_for_all_ways() -> None:
+    sound = [ok("target.loads", "it does"), ok("draft.loads", "it does")]
+    ways = [ok("cpu.ways", f"many rows, {rows}") for rows in range(20)]
+    first, brief, last = in_brief([sound[0], *ways, sound[1]])
+    assert [first, last] == sound and brief.what.startswith("for 20 shapes of work")
+    assert in_brief(sound) == sound
 
 
 def own_rows(target: Target, temperature: float) -> list[Row]:

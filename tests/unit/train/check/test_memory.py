@@ -197,7 +197,10 @@ def test_an_offloaded_target_is_examined(
         said = json.loads(capsys.readouterr().out)["findings"]
         found.append({one["check"]: one for one in said})
     here, there = found
-    assert there.keys() == here.keys()
+    assert there.keys() <= here.keys()
+    # Layers that are read for every pass are laid out in no way.
+    assert here.keys() - there.keys() == {"cpu.ways"}
+    del here["cpu.ways"]
     assert all(one["status"] == there[name]["status"] for name, one in here.items())
     assert "of layers in its files" in there["memory.training"]["what"]
     assert here["memory.serving"]["what"] == there["memory.serving"]["what"], "it holds all"
