@@ -52,9 +52,6 @@ class ServedLookup(LookupOptions):
 
     prompt_lookup_min: int = option(2, "shortest n-gram looked up", limits=AT_LEAST_1)
     prompt_lookup_max: int = option(4, "longest n-gram looked up", limits=AT_LEAST_1)
-    suffix_share: float = option(
-        0.8, "beside a draft: be sure of this share of k tokens", limits=PART
-    )
     suffix_max_cached_requests: int = option(
         10000,
         "finished requests searched, the oldest forgotten first; 0 shares nothing",

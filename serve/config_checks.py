@@ -36,7 +36,6 @@ TRAINED = ("draft", "versions")
 NEEDS = {
     "tree": TRAINED,
     "record_taps": ("learn",),
-    "suffix_share": ("suffix",),
     "suffix_max_cached_requests": ("suffix",),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
@@ -80,13 +79,8 @@ def check(config: ServeConfig) -> None:
 
 
 def _check_beside(config: ServeConfig) -> None:
-    """Refuse what three options make void, and a fixed k of a tree."""
+    """Refuse what three options make void."""
     trained = any(_given(config, option) for option in TRAINED)
-    if _given(config, "suffix_share") and not trained:
-        raise UserError(
-            f"suffix_share is {config.suffix_share}, which is for suffix beside a draft; "
-            "give both or leave it out"
-        )
     if config.suffix and config.learn is not None and trained:
         # The watch over a version compares its acceptance with what that draft predicts.
         raise UserError(

@@ -102,7 +102,7 @@ def load_drafter(
     text = Suffix(SuffixOptions(max_cached_requests=config.suffix_max_cached_requests))
     if loaded.drafter is None:
         return LoadedDraft(text, "0", None)
-    return loaded._replace(drafter=TextFirst(loaded.drafter, text, share=config.suffix_share))
+    return loaded._replace(drafter=TextFirst(loaded.drafter, text))
 
 
 def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:

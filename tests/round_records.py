@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.record import RoundRecord
 
@@ -26,3 +28,10 @@ def served_text(records: Iterable[RoundRecord]) -> ServedText:
     text = stitch(records)
     assert text is not None
     return text
+
+
+def file_of(records: Sequence[RoundRecord]) -> bytes:
+    """Bytes of a Parquet file."""
+    data = io.BytesIO()
+    record_table.write(record_table.to_table(records), data)
+    return data.getvalue()

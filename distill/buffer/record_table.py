@@ -80,13 +80,6 @@ _SPLIT = [
 _PLAIN = dict.fromkeys(("time_s", "position", "round"), "PLAIN")
 
 
-def to_bytes(records: Sequence[RoundRecord]) -> bytes:
-    """Bytes of a Parquet file."""
-    data = io.BytesIO()
-    write(to_table(records), data)
-    return data.getvalue()
-
-
 def write(table: pa.Table, where: io.BytesIO | str) -> None:
     dictionary = [
         name for name in _SCALARS if name not in _PLAIN and not pa.types.is_list(_SCALARS[name])

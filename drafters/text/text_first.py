@@ -1,7 +1,8 @@
 """Suffix decoding in front of a trained draft: text that repeats itself is copied, the model drafts
 the rest.
 
-The drafter of a row is chosen from committed text alone, before anything is drawn (invariant 4).
+The drafter of a row is chosen from committed text alone, before anything is drawn (invariant 4):
+the one of which more tokens are expected to be kept, by what was kept of each lately.
 The model reads every true state all the same, so that it can go on at any time.
 """
 
@@ -24,14 +25,17 @@ from draftsmith.drafters.text.suffix import Suffix, SuffixDraft
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import GraphRoom
 
+FADE = 0.05  # weight of one more draft in the running means
+
 
 class TextFirst(ForwardCapturable, Capturable):
-    """`share`: text drafts a row where it expects at least this share of k tokens to be
-    accepted."""
-
-    def __init__(self, model: ServingDrafter, text: Suffix, *, share: float = 0.8):
-        self.model, self.text, self.share = model, text, share
+    def __init__(self, model: ServingDrafter, text: Suffix):
+        self.model, self.text = model, text
         self.family, self.taps = model.family, model.taps
+        self.model_share = 0.8  # of the tokens asked of the model that were kept
+        self.text_share = 1.0  # of the tokens that text expected to be kept
+        # by request: length of its text, tokens expected to be kept, whether text drafted them
+        self._drafted: dict[str, tuple[int, float, bool]] = {}
 
     @property
     def ends_chains(self) -> bool:
@@ -57,9 +61,17 @@ class TextFirst(ForwardCapturable, Capturable):
     def propose(self, inputs: DraftInputs) -> Proposal:
         counts: list[int] = inputs.num_draft.tolist()
         drafts = self.text.drafts(inputs)
+        self._learn(inputs)
         taken = [
-            k > 0 and draft.score >= self.share * k for draft, k in zip(drafts, counts, strict=True)
+            k > 0 and self.text_share * draft.score >= self.model_share * k
+            for draft, k in zip(drafts, counts, strict=True)
         ]
+        rows = zip(inputs.request_ids, inputs.histories, drafts, counts, taken)
+        self._drafted |= {
+            name: (len(history), draft.score if by_text else float(k), by_text)
+            for name, history, draft, k, by_text in rows
+            if k > 0
+        }
         if not any(taken):
             return self.model.propose(inputs)
         is_taken = torch.tensor(taken)
@@ -70,11 +82,23 @@ class TextFirst(ForwardCapturable, Capturable):
             modelled, {row: draft for row, draft in enumerate(drafts) if taken[row]}, max(counts)
         )
 
+    def _learn(self, inputs: DraftInputs) -> None:
+        """Takes what was kept since the last round into the means."""
+        for name, history in zip(inputs.request_ids, inputs.histories):
+            length, expected, by_text = self._drafted.pop(name, (0, 0.0, False))
+            if expected > 0:
+                kept = min(1.0, (len(history) - length - 1) / expected)
+                if by_text:
+                    self.text_share += FADE * (kept - self.text_share)
+                else:
+                    self.model_share += FADE * (kept - self.model_share)
+
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """Tokens copied from text were never read by the model."""
         return min(self.model.cached_after(last, drafted, accepted), last + 1)
 
     def finished(self, request_id: str, tokens: list[int]) -> None:
+        self._drafted.pop(request_id, None)
         self.text.finished(request_id, tokens)
 
 

@@ -86,9 +86,6 @@ def run(config: BenchConfig) -> int:
         shown += f"\n{text}"
     if config.out is not None:
         files.write_json(config.out, record | {"ratios": ratios(found)})
-    if config.markdown is not None:
-        files.write_text(config.markdown, text)
-    if config.out is not None:
         page, command = files.page_of(config.out), command_line("bench", config)
         files.write_page(page, "bench", command, shown, [partial(draw, found)])
     return 0
@@ -148,11 +145,6 @@ def check(config: BenchConfig) -> None:
     check_limits(config)
     check_suite(config, ("prompts", "num_prompts", "prompt_chars"))
     files.check_result(config.out, "out")
-    files.check_file(config.markdown, "markdown")
-    if config.markdown is not None and config.suite is None:
-        raise UserError(
-            f"markdown is {config.markdown!r}, and a table by task is made of a suite; give suite"
-        )
     if not config.concurrency or (config.request_rate is not None and len(config.concurrency) > 1):
         raise UserError(
             f"concurrency is {config.concurrency}; give one number or several, and with "

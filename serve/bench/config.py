@@ -84,7 +84,6 @@ class BenchConfig(SuiteOptions, ServedPair):
     out: str | None = option(
         None, "write the figures here as JSON, and as a page beside it (.html)"
     )
-    markdown: str | None = option(None, "write a suite's table here, as a model card takes it")
     timeout_s: float = option(
         600.0, "most seconds for the server's start, and for one answer", limits=SECONDS
     )

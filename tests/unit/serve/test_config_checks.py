@@ -73,10 +73,6 @@ def test_an_engine_is_not_made_of(options, words):
             {"suffix": True, "prompt_lookup_max": 3},
             "prompt_lookup_max 3 is given without ngram",
         ),
-        (
-            {"suffix": True, "suffix_share": 0.5},
-            "suffix_share is 0.5, which is for suffix beside a draft",
-        ),
         ({"ngram": True, "tree": "auto"}, "tree auto is given without draft or versions"),
         (
             {"draft": "d", "suffix": True, "tree": "auto"},
@@ -89,14 +85,7 @@ def test_an_engine_is_not_made_of(options, words):
 )
 def test_a_server_is_not_started_with(options, words):
     check(ServeConfig(target="t", draft="d"))
-    check(
-        ServeConfig(
-            target="t",
-            draft="d",
-            suffix=True,
-            suffix_share=0.5,
-        )
-    )
+    check(ServeConfig(target="t", draft="d", suffix=True))
     with pytest.raises(UserError, match=words):
         check(build(ServeConfig, {"target": "t"} | options))
 

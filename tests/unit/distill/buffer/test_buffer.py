@@ -24,7 +24,7 @@ from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import Shard, ShardFolder, parse, retain
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
-from tests.round_records import round_record
+from tests.round_records import file_of, round_record
 from tests.waiting import wait_until
 
 
@@ -178,7 +178,7 @@ def test_damaged_shard_is_skipped_with_one_line(
 
 def test_a_flipped_bit_of_a_page_costs_its_shard() -> None:
     """Or is where nothing is told. The headers of pages have no checksum of their own."""
-    data = record_table.to_bytes([record()])
+    data = file_of([record()])
     pages = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
 
     def told(one: RoundRecord) -> list[object]:
@@ -242,7 +242,7 @@ def test_a_clock_set_back_costs_a_reader_that_is_behind_nothing(tmp_path: Path) 
     folder = ShardFolder(str(tmp_path))
     for number, time_ms in enumerate((2 * 10**12, 10**12, 10**12 + 500)):
         name = f"{time_ms:013d}-a-{number:08d}.parquet"
-        folder.write(name, record_table.to_bytes([record(f"r{number}")]))
+        folder.write(name, file_of([record(f"r{number}")]))
     reader = BufferReader(str(tmp_path))
     assert [one.request for _ in range(3) for one in reader.read(max_records=1).records] == [
         "r0",
@@ -272,7 +272,7 @@ def test_records_of_seeded_requests_reach_no_reader(tmp_path: Path) -> None:
     """Whichever server wrote them: this one's recorder makes none."""
     folder = ShardFolder(str(tmp_path))
     mixed = [record("seeded", 0, seeded=True), record("plain", 0), record("seeded", 1, seeded=True)]
-    folder.write(f"{0:013d}-other-{0:08d}.parquet", record_table.to_bytes(mixed))
+    folder.write(f"{0:013d}-other-{0:08d}.parquet", file_of(mixed))
     reading = BufferReader(str(tmp_path)).read()
     assert [one.request for one in reading.records] == ["plain"] and reading.seeded == 2
     assert len(parse(folder.fetch(folder.shards()[0]))) == 3, "they are in the shard"

@@ -16,7 +16,6 @@ from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.record_table import (
     STEPS,
     from_table,
-    to_bytes,
     to_table,
 )
 from draftsmith.kernels.sampling.top_tokens import top_probs
@@ -28,6 +27,7 @@ from draftsmith.record import (
     RecordedTaps,
     RoundRecord,
 )
+from tests.round_records import file_of
 
 BASE = RoundRecord(
     "r", round=0, request_class="code", target="t", target_revision="rev", draft_version="v1",
@@ -96,7 +96,7 @@ def test_ragged_records_come_back(shapes: list[tuple[int, int, int, float]]) -> 
         )
         for index, (depth, length, width, share) in enumerate(shapes)
     ]
-    back = from_table(pq.read_table(io.BytesIO(to_bytes(records))))
+    back = from_table(pq.read_table(io.BytesIO(file_of(records))))
     assert len(back) == len(records)
     for left, right in zip(records, back, strict=True):
         assert_same(left, right)
@@ -178,7 +178,7 @@ def states(*, begin: int = 0, seed: int = 0) -> RecordedTaps:
 
 def test_states_come_back_to_the_bit_and_are_left_unread_where_nobody_needs_them() -> None:
     records = [record(taps=states()), record(round=1), record(round=2, taps=states(begin=3))]
-    data = io.BytesIO(to_bytes(records))
+    data = io.BytesIO(file_of(records))
     back = from_table(record_table.read(data))
     assert back[1].taps is None and back[1].tap_bytes == 0
     for index, begin in ((0, 0), (2, 3)):
@@ -203,4 +203,4 @@ def test_a_position_takes_half_a_kilobyte() -> None:
         )
         for number in range(200)
     ]
-    assert len(to_bytes(records)) / 600 < 512
+    assert len(file_of(records)) / 600 < 512

@@ -71,13 +71,21 @@ def test_greedy_models_need_no_distributions():
     assert proposal.tokens.tolist() == [[5, 1, 2], [9, 9, 9]] and proposal.logits is None
 
 
-def test_the_share_decides():
-    """The context of one token, 1, promises 2 surely and one token is all it earns: a third of k =
-    3."""
-    history = [1, 2, 7, 1]
-    for share, by_text in ((0.3, True), (0.4, False)):
-        proposal = propose(TextFirst(Model(), Suffix(), share=share), [history], [3])
-        assert proposal.tokens[0].tolist() == ([2, -1, -1] if by_text else [9, 9, 9])
+def test_who_kept_more_lately_drafts():
+    """Text expects two more tokens with certainty, and the model drafts three. Where nothing of the
+    model's drafts is kept, text comes first though it expects less than k; where nothing of the
+    text's is kept either, it goes back."""
+    drafter, copied = TextFirst(Model(), Suffix()), []
+    for number in range(60):
+        # Behind 1 comes 2 alone; what is asked goes on with one token that nobody drafted.
+        texts = [[1, 2, 7, 1], [1, 2, 7, 1, 8]]
+        for text in texts:
+            names = [str(number)]
+            proposal = drafter.propose(text_round([text], [3], request_ids=names))
+            if text is texts[0]:
+                copied.append(proposal.copied == {0})
+    assert not copied[0] and any(copied)
+    assert drafter.model_share < 0.3 and drafter.text_share < 0.9
 
 
 def test_it_stands_in_for_its_model():

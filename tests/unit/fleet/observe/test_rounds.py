@@ -21,6 +21,7 @@ from draftsmith.fleet.observe.rounds import (
 )
 from draftsmith.record import UNLOGGED, RecordHead, RoundRecord, hashed
 from draftsmith.train.data.roles import Role
+from tests.round_records import file_of
 
 TOKENS = TokenCounter([1, 2, 3], [10, 11, 12, 13, 14, 15])
 HEAD = RecordHead(hashed("cmpl-a-0"), draft_version="4", sampler="greedy")
@@ -59,7 +60,7 @@ def test_given_places_are_taken() -> None:
 
 def made(steps: list[ObservedStep] | None, *, adjusts: bool = False) -> list[RoundRecord]:
     records = records_of(TOKENS, steps, HEAD, adjusts=adjusts)
-    return record_table.from_table(record_table.read(io.BytesIO(record_table.to_bytes(records))))
+    return record_table.from_table(record_table.read(io.BytesIO(file_of(records))))
 
 
 def test_records_hold_the_accepted_ids_and_no_others() -> None:

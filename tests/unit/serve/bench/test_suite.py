@@ -121,15 +121,14 @@ def suite(tmp_path: Path) -> str:
 def test_a_suite_is_measured_by_task(
     server: Answering, suite: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    out, card = tmp_path / "o.json", tmp_path / "card.md"
-    options = {"out": str(out), "markdown": str(card)}
+    out = tmp_path / "o.json"
     config = BenchConfig(
         url="http://me:pw@x",
         suite=suite,
         temperature=[0.0],
         repeats=2,
         concurrency=[1, 2],
-        **options,
+        out=str(out),
     )
     assert command.run(config) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
@@ -147,9 +146,9 @@ def test_a_suite_is_measured_by_task(
         (2, "on"),
     ]
     assert [case["acceptance"] is None for case in found["cases"]] == [True, False] * 2
-    said, written = capsys.readouterr().out, card.read_text(encoding="utf-8")
-    assert written in said and "suite.jsonl: 3 of 3 prompts" in written
-    rows = [line.split("|")[2:4] for line in written.split("\n") if line.startswith("| 0 ")]
+    said = capsys.readouterr().out
+    assert "suite.jsonl: 3 of 3 prompts" in said
+    rows = [line.split("|")[2:4] for line in said.split("\n") if line.startswith("| 0 ")]
     assert [[cell.strip() for cell in row] for row in rows] == [
         [users, task] for users in ("1", "2") for task in ("chat", "qa", "all tasks")
     ]
@@ -220,13 +219,12 @@ def test_a_prompt_that_does_not_fit_is_left_out_and_counted(
         command.run(BenchConfig(**options))
 
 
-@pytest.mark.parametrize("option", ["out", "markdown"])
 def test_a_place_that_no_file_can_take_is_refused_first(
-    server: Answering, suite: str, tmp_path: Path, option: str
+    server: Answering, suite: str, tmp_path: Path
 ) -> None:
     for place, says in ((tmp_path, "a folder"), (Path(suite) / "x", "below the file")):
         with pytest.raises(UserError, match=says):
-            command.run(BenchConfig(url="x", suite=suite, **{option: str(place)}))
+            command.run(BenchConfig(url="x", suite=suite, out=str(place)))
     assert not server.bodies
 
 
@@ -300,7 +298,6 @@ def test_intervals_draw_prompts_and_not_passes() -> None:
     [
         ({"suite": "gsm8k", "prompts": "x.jsonl"}, "prompts is 'x.jsonl' and chooses other"),
         ({"suite": "gsm8k", "num_prompts": 4}, "num_prompts is 4 and chooses other"),
-        ({"markdown": "x.md"}, "made of a suite"),
         ({"concurrency": [1, 2], "request_rate": 4.0}, "concurrency is "),
         ({"concurrency": []}, "concurrency is "),
         ({"concurrency": [1, 0]}, "concurrency"),
