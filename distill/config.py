@@ -19,12 +19,7 @@ from draftsmith.config import (
     Limits,
     option,
 )
-from draftsmith.drafters.config import (
-    DTYPES,
-    OFFLOAD_HELP,
-    OFFLOADS,
-    TRUST_HELP,
-)
+from draftsmith.drafters.config import DTYPES, OFFLOAD_HELP, OFFLOADS, TRUST_HELP
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.train.config import KEPT_POSITIONS, POSITIONS, WEIGHTS
 

@@ -256,9 +256,7 @@ class Daemon:
     def is_own(self, record: RoundRecord) -> bool:
         """True for records of the weights at hand."""
         return self.is_known(record) and is_of_weights(
-            record,
-            revision=self.target.revision,
-            weight_version=self.source.weight_version,
+            record, revision=self.target.revision, weight_version=self.source.weight_version
         )
 
     def is_known(self, record: RoundRecord) -> bool:

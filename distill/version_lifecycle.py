@@ -94,10 +94,7 @@ class VersionLifecycle:
     ) -> None:
         """Logs a gate decision and counts it towards the rest of learning."""
         self.log.gated(
-            decision,
-            live=live or self.live.version,
-            version=version,
-            updates=self.learner.updates,
+            decision, live=live or self.live.version, version=version, updates=self.learner.updates
         )
         drift = self.live.drift
         if drift.count_decision(promoted=version is not None):

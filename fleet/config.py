@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draftsmith.client import API_KEY_HELP
-from draftsmith.config import (
-    AT_LEAST_1,
-    NOT_NEGATIVE,
-    PART,
-    PORT,
-    SECONDS,
-    SHARE,
-    option,
-)
+from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, PART, PORT, SECONDS, SHARE, option
 from draftsmith.drafters.config import TRUST_HELP
 from draftsmith.train.config import LAYOUTS
 
@@ -78,8 +70,7 @@ class ObserveConfig:
         "", "the learner's name of the target's weights, for a buffer that outlives them"
     )
     model: str | None = option(
-        None,
-        "name on that server whose answers are recorded; by default those that are no adapter",
+        None, "name on that server whose answers are recorded; by default those that are no adapter"
     )
     draft_version: str = option("", "published version that the server drafts with")
     sampler: str = option(

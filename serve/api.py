@@ -69,10 +69,7 @@ class Engine:
     make_sink: ClassVar[MakeSink | None] = None  # for `learn`; this package stores no records
 
     def __init__(
-        self,
-        target: str | Path,
-        draft: str | Path | ServingDrafter | None = None,
-        **options: Any,
+        self, target: str | Path, draft: str | Path | ServingDrafter | None = None, **options: Any
     ):
         begun_s = time.monotonic()
         config = configured(target, draft, options)

@@ -243,9 +243,7 @@ class HttpOptions:
         limits=Limits(0, 10**9),
     )
     log_format: str = option(
-        "text",
-        "log lines with time and level, or a JSON object a line",
-        choices=LOG_FORMATS,
+        "text", "log lines with time and level, or a JSON object a line", choices=LOG_FORMATS
     )
 
 

@@ -108,9 +108,7 @@ def _rounds(engine: EngineCore, kinds: Sequence[SamplingParams], length: int = 1
     most = max(1, min(room, ROUNDS * (1 + engine.max_draft_tokens)))
     requests = [
         engine.submit(
-            [0] * length,
-            replace(kind, seed=0, ignore_eos=True, max_tokens=most),
-            options=UNSEEN,
+            [0] * length, replace(kind, seed=0, ignore_eos=True, max_tokens=most), options=UNSEEN
         )
         for kind in kinds
     ]

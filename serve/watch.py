@@ -136,9 +136,5 @@ def watch_versions(
     transformers_logging.disable_progress_bar()
     assert learning.versions is not None
     return VersionWatcher(
-        loop,
-        learning.versions,
-        poll_s=learning.poll_s,
-        serving=draft.number,
-        refused=draft.refused,
+        loop, learning.versions, poll_s=learning.poll_s, serving=draft.number, refused=draft.refused
     ).start()

@@ -102,11 +102,7 @@ CONVERSATIONS: dict[str, Case] = {
     "single": case(ONE),
     "system": case([SYSTEM, *ONE]),
     "multi-turn": case([SYSTEM, *TWO]),
-    "tools": case(
-        tooled("", as_text=True),
-        tooled("", as_text=False),
-        tools=json.dumps([TOOL]),
-    ),
+    "tools": case(tooled("", as_text=True), tooled("", as_text=False), tools=json.dumps([TOOL])),
     "content and calls": case(
         tooled("Looking at EPSILON.", as_text=True),
         tooled("Looking at EPSILON.", as_text=False),

@@ -14,14 +14,7 @@ from draftsmith.config import (
     Limits,
     option,
 )
-from draftsmith.drafters.config import (
-    DTYPES,
-    OFFLOAD_HELP,
-    OFFLOADS,
-    SAMPLINGS,
-    TRUST_HELP,
-    Pair,
-)
+from draftsmith.drafters.config import DTYPES, OFFLOAD_HELP, OFFLOADS, SAMPLINGS, TRUST_HELP, Pair
 from draftsmith.drafters.options import OPTIONS, DraftOptions
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
@@ -306,9 +299,7 @@ class DoctorConfig(Pair):
     data: tuple[str, ...] = option((), "generated datasets to check against both")
     rows: int = option(256, "rows of the data to read, spread over all of it", limits=AT_LEAST_1)
     show: int = option(
-        2,
-        "rows of the data to print whole, trained tokens in [[ ]]",
-        limits=NOT_NEGATIVE,
+        2, "rows of the data to print whole, trained tokens in [[ ]]", limits=NOT_NEGATIVE
     )
     max_length: int = option(
         2048, "training length in tokens beyond which a row is cut", limits=Limits(2)

@@ -175,10 +175,7 @@ def new_source(config: TrainConfig, material: Material, drafter: torch.nn.Module
 
 
 def new_trainer(
-    config: TrainConfig,
-    material: Material,
-    drafter: torch.nn.Module,
-    source: TargetSource,
+    config: TrainConfig, material: Material, drafter: torch.nn.Module, source: TargetSource
 ) -> DraftTrainer:
     placement, target, corpus = material
     spare = new_drafter(config, *material) if resolve.zero_stage(config.deepspeed) == 3 else None
@@ -203,10 +200,7 @@ def new_trainer(
         moved=is_moved(config, placement),
     )
     held_out = HeldOut(
-        config,
-        target,
-        corpus.held_out.first(config.eval_prompts),
-        partial(rank_0_s, args),
+        config, target, corpus.held_out.first(config.eval_prompts), partial(rank_0_s, args)
     )
     eval_every = resolve.eval_interval(config, steps)
     if placement.rank == 0 and held_out.sequences and 0 < eval_every < steps:

@@ -75,10 +75,7 @@ class Trainee(torch.nn.Module):
         self.source = source
 
     def forward(
-        self,
-        text: TextBatch,
-        num_items_in_batch: torch.Tensor,
-        step: int = 0,
+        self, text: TextBatch, num_items_in_batch: torch.Tensor, step: int = 0
     ) -> dict[str, torch.Tensor | UnrolledLoss]:
         """`step` is the number of optimizer steps done."""
         if self.mean == "sample":

@@ -287,13 +287,7 @@ class BufferReader:
         with_taps: records come with the hidden states that they hold.
     """
 
-    def __init__(
-        self,
-        url: str,
-        cursor: Cursor | None = None,
-        *,
-        with_taps: bool = False,
-    ):
+    def __init__(self, url: str, cursor: Cursor | None = None, *, with_taps: bool = False):
         self.folder, self.with_taps = ShardFolder(url), with_taps
         self.cursor: Cursor = dict(cursor or {})
         self.damaged = 0

@@ -282,9 +282,7 @@ def _without(folder: ShardFolder, shard: Shard, name: str) -> int:
         kept = record_table.read(io.BytesIO(data)).filter(pc.invert(of_answer))
     except (ValueError, OSError) as error:
         logger.warning(
-            "shard %s is damaged and deleted, since its content is unknown (%s)",
-            shard.path,
-            error,
+            "shard %s is damaged and deleted, since its content is unknown (%s)", shard.path, error
         )
         folder.delete(shard.name)
         return 0

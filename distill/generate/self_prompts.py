@@ -22,11 +22,7 @@ import pyarrow.parquet as pq
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.answers import LOCK, SELF_PROMPTS, AnswerFolder, Processes
-from draftsmith.distill.generate.prompts import (
-    SELF_PROMPTS_TEMPERATURE,
-    SELF_PROMPTS_TOP_P,
-    Prompt,
-)
+from draftsmith.distill.generate.prompts import SELF_PROMPTS_TEMPERATURE, SELF_PROMPTS_TOP_P, Prompt
 from draftsmith.distill.generate.steps import (
     NewAnswers,
     Reference,

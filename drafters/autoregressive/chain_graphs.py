@@ -22,11 +22,7 @@ from dataclasses import replace
 import torch
 
 from draftsmith.drafters.autoregressive.catch_up import Unread
-from draftsmith.drafters.autoregressive.chain_buffers import (
-    ChainBuffers,
-    bucket,
-    for_graphs,
-)
+from draftsmith.drafters.autoregressive.chain_buffers import ChainBuffers, bucket, for_graphs
 from draftsmith.drafters.autoregressive.draft_sampler import (
     DepthPlan,
     DraftSampler,
@@ -136,9 +132,7 @@ class ChainGraphs:
         lengths = torch.full_like(padded.counts, width)
         context = PagedPass(self.pool, padded.tables, positions.flatten(), lengths)
         step = self.drafter.read_committed(
-            padded.tokens(slots).flatten(),
-            None if taps is None else taps.flatten(0, 1),
-            context,
+            padded.tokens(slots).flatten(), None if taps is None else taps.flatten(0, 1), context
         )
         step = HeadStep(*(part[width - 1 :: width] for part in step))
         newest = positions[:, -1]

@@ -53,12 +53,7 @@ from draftsmith.drafters.options import DflashOptions, default_taps
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.target.taps import check_draft_taps, check_taps
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import (
-    ReadBytes,
-    read_config,
-    read_weights,
-    weight_bytes,
-)
+from draftsmith.drafters.weights import ReadBytes, read_config, read_weights, weight_bytes
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.products.fast_types import name_of
@@ -190,11 +185,7 @@ class Dflash(BorrowsTables, HasRotary, DraftsBlocks):
         blocks[:, :, 0] = ids[:, first:]
         positions = (places[:, first:, None] + torch.arange(slots, device=device)).flatten(1)
         attention = BlockPass(
-            context,
-            slots=slots,
-            causal=self.shape.is_causal,
-            segments=batch.segments,
-            first=first,
+            context, slots=slots, causal=self.shape.is_causal, segments=batch.segments, first=first
         )
         states = self.body(blocks.flatten(1), positions, attention).unflatten(1, (-1, slots))
         previous = torch.roll(ids, -1, dims=1)
@@ -266,11 +257,7 @@ class Dflash(BorrowsTables, HasRotary, DraftsBlocks):
         taps = tuple(layer + 1 for layer in values["target_layer_ids"])
         check_taps(taps, target.num_layers)
         drafter = cls(
-            layer_config(Qwen3Config, values),
-            target,
-            taps,
-            shape_in(values),
-            OwnTables.of(tensors),
+            layer_config(Qwen3Config, values), target, taps, shape_in(values), OwnTables.of(tensors)
         )
         return drafter.filled(tensors, folder)
 

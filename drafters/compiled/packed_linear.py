@@ -74,11 +74,7 @@ class PackedLinear:
         joined = torch.cat(self.weights).detach()
         self._bias = self._joined_bias()
         self.few = few_rows(
-            joined,
-            self._bias,
-            gated=self.gated,
-            pass_bytes=self._pass_bytes,
-            choices=self._choices,
+            joined, self._bias, gated=self.gated, pass_bytes=self._pass_bytes, choices=self._choices
         )
         self.way = self._fastest(joined)
         # Without a kernel one way is that of few rows too.

@@ -176,11 +176,7 @@ def has_fused_input(draft: DraftFolder) -> bool:
     return (
         is_causal_lm(draft.config)
         and draft.config.get("num_hidden_layers") == 1
-        and {
-            "fc.weight",
-            "layers.0.mlp.down_proj.weight",
-        }
-        <= draft.names
+        and {"fc.weight", "layers.0.mlp.down_proj.weight"} <= draft.names
     )
 
 

@@ -60,12 +60,7 @@ class LlamaMtp(MtpHead):
     config: LlamaConfig
 
     def __init__(
-        self,
-        config: LlamaConfig,
-        target: Target,
-        *,
-        tap: int | None = None,
-        windows: Windows = (),
+        self, config: LlamaConfig, target: Target, *, tap: int | None = None, windows: Windows = ()
     ):
         """`tap`: FINAL, or raw id L where it is None."""
         super().__init__(

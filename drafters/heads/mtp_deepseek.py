@@ -184,10 +184,7 @@ class AppendedMtp(MtpHead):
     def config_values(self, num_modules: int) -> dict[str, Any]:
         """The config of a folder with so many modules."""
         values: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
-        values |= {
-            self.layout.counted_by: num_modules,
-            "dtype": name_of(self.dtype),
-        }
+        values |= {self.layout.counted_by: num_modules, "dtype": name_of(self.dtype)}
         if self.layout is SPECULATORS:
             values["speculators_model_type"] = "mtp"
         return values

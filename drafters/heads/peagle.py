@@ -25,11 +25,7 @@ from draftsmith.drafters.autoregressive.padded_round import PaddedRound, RoundSh
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.init_from_target import checked_mask_token, probed
-from draftsmith.drafters.interface import (
-    DraftInputs,
-    UnrollBatch,
-    UnrolledStep,
-)
+from draftsmith.drafters.interface import DraftInputs, UnrollBatch, UnrolledStep
 from draftsmith.drafters.layouts.folder import DraftFolder, flattened
 from draftsmith.drafters.options import PeagleOptions
 from draftsmith.drafters.target.target import Target

@@ -24,11 +24,7 @@ from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.compiled.captured import capture_lm
 from draftsmith.drafters.draft_shape import check_heads, new_windows, windows_config
 from draftsmith.drafters.init_from_target import NewDraft
-from draftsmith.drafters.interface import (
-    ForwardCapturable,
-    UnrollBatch,
-    UnrolledStep,
-)
+from draftsmith.drafters.interface import ForwardCapturable, UnrollBatch, UnrolledStep
 from draftsmith.drafters.layouts.folder import DraftFolder, is_causal_lm
 from draftsmith.drafters.lm.lora import add_adapters, merged_state
 from draftsmith.drafters.options import DraftLmOptions

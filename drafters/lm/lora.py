@@ -20,10 +20,7 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
         if isinstance(module, torch.nn.Linear) and module is not head
     ]
     config = LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
-        target_modules=names,
-        task_type="CAUSAL_LM",
+        r=options.rank, lora_alpha=options.alpha, target_modules=names, task_type="CAUSAL_LM"
     )
     inject_adapter_in_model(config, model)
 

@@ -107,10 +107,7 @@ def _group(pieces: list[TextPiece], device: torch.device) -> PieceGroup:
     columns = torch.tensor([list(range(piece.begin, piece.end)) for piece in pieces], device=device)
     sources, targets = (
         None if slots[0] is None else torch.tensor(slots, device=device)
-        for slots in (
-            [piece.source for piece in pieces],
-            [piece.target for piece in pieces],
-        )
+        for slots in ([piece.source for piece in pieces], [piece.target for piece in pieces])
     )
     return PieceGroup(rows, columns, sources, targets)
 

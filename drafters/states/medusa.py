@@ -27,12 +27,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import FixedTree, TreeShape
 from draftsmith.drafters.trees.candidates import FixedLevels, TreeDistributions, choose_fixed
 from draftsmith.drafters.trees.nodes import no_trees
-from draftsmith.drafters.weights import (
-    ReadBytes,
-    read_config,
-    read_weights,
-    weight_bytes,
-)
+from draftsmith.drafters.weights import ReadBytes, read_config, read_weights, weight_bytes
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.products.fast_types import name_of

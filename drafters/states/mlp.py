@@ -26,12 +26,7 @@ from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.options import MlpOptions
 from draftsmith.drafters.states.state_head import StateHead
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.weights import (
-    ReadBytes,
-    read_config,
-    read_weights,
-    weight_bytes,
-)
+from draftsmith.drafters.weights import ReadBytes, read_config, read_weights, weight_bytes
 from draftsmith.errors import UserError
 from draftsmith.kernels.products.fast_types import name_of
 
@@ -75,10 +70,7 @@ class Mlp(StateHead):
     def new(cls, options: MlpOptions, target: Target, token_counts: torch.Tensor | None) -> Mlp:
         inner_size = options.inner_size or target.hidden_size
         drafter = cls(
-            target,
-            inner_size=inner_size,
-            num_predict=options.num_predict,
-            scale_input=True,
+            target, inner_size=inner_size, num_predict=options.num_predict, scale_input=True
         )
         for module in drafter.modules():
             if isinstance(module, nn.Linear | nn.Embedding):

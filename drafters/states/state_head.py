@@ -19,11 +19,7 @@ from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, Draft
 from draftsmith.drafters.autoregressive.padded_round import PaddedRound, RoundShape
 from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.init_from_target import PortableDraft
-from draftsmith.drafters.interface import (
-    DraftInputs,
-    UnrollBatch,
-    UnrolledStep,
-)
+from draftsmith.drafters.interface import DraftInputs, UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.weights import ReadBytes
 from draftsmith.kernels.attention.pool import PagedPool

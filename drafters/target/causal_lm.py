@@ -199,11 +199,7 @@ class CausalLM:
     ) -> PagedPool:
         """Zeroed keys and values for `num_blocks * block_size` positions of every layer."""
         return PagedPool.of_layers(
-            self._probe.layers,
-            num_blocks,
-            block_size,
-            device or self.device,
-            dtype or self.dtype,
+            self._probe.layers, num_blocks, block_size, device or self.device, dtype or self.dtype
         )
 
     def new_states(self, num_slots: int) -> StateSlots | None:

@@ -183,11 +183,7 @@ def load_target(
         )
     if shares > 1:
         model = load_spread(
-            path,
-            dtype=weights,
-            device=there,
-            shares=shares,
-            trust_remote_code=trust_remote_code,
+            path, dtype=weights, device=there, shares=shares, trust_remote_code=trust_remote_code
         )
         return Target(model, path, max_length=max_length, trust_remote_code=trust_remote_code)
     target = Target.load(

@@ -70,11 +70,7 @@ class PackedPass:
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rule: Scoring,
-    window: int | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scoring, window: int | None
 ) -> torch.Tensor:
     """One text: [1, heads, n, D] x [1, kv_heads, n, D] -> [1, heads, n, D]."""
     length = query.shape[2]

@@ -85,9 +85,7 @@ def spread(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
     # one computes.
     in_layers = set(layers.parameters())
     fully_shard(
-        body,
-        mesh=mesh,
-        ignored_params={p for p in model.parameters() if p not in in_layers},
+        body, mesh=mesh, ignored_params={p for p in model.parameters() if p not in in_layers}
     )
     return model
 

@@ -88,11 +88,7 @@ class Target(CausalLM):
         """A local folder or Hub id; `dtype` "auto" is the checkpoint's own; `max_length` as
         `CausalLM` takes it, `offload` as `load_model` does."""
         model = load_model(
-            path,
-            trust_remote_code=trust_remote_code,
-            dtype=dtype,
-            device=device,
-            offload=offload,
+            path, trust_remote_code=trust_remote_code, dtype=dtype, device=device, offload=offload
         )
         return cls(model, str(path), max_length=max_length, trust_remote_code=trust_remote_code)
 
@@ -142,10 +138,7 @@ class Target(CausalLM):
         return states.taps, states.final
 
     def check_texts(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        segments: torch.Tensor | None,
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, segments: torch.Tensor | None
     ) -> None:
         """Raises `ValueError` or `UserError` for texts that `states` cannot read."""
         if (attention_mask.diff(dim=1) > 0).any():

@@ -186,10 +186,7 @@ def tree_pass(spans: Sequence[TreeSpan], device: torch.device) -> TreePass:
         kv_indices += range(begin, end + len(parents))
         ancestors += [-1] * num_known + bits
         first += [end - 1] * (num_known + len(parents))
-    return TreePass(
-        positions,
-        TreeLayout(*sent(device, kv_indices, ancestors, first)),
-    )
+    return TreePass(positions, TreeLayout(*sent(device, kv_indices, ancestors, first)))
 
 
 class NodeLayout(NamedTuple):

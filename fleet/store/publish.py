@@ -23,10 +23,7 @@ def run(config: FleetConfig, stop: threading.Event | None = None) -> int:
             f"versions folder {config.versions!r} does not exist; start draftsmith distill first"
         )
     writer = LayoutWriter(
-        root,
-        config.layouts,
-        target=config.target,
-        trust_remote_code=config.trust_remote_code,
+        root, config.layouts, target=config.target, trust_remote_code=config.trust_remote_code
     )
     mirror = Mirror(root, VersionStore(config.to), writer, keep=config.keep, event=say)
     with stopping(stop):

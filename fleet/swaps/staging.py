@@ -130,9 +130,7 @@ def put_plain_buffers(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor
             buffer.copy_(tensors[name].view_as(buffer))
 
 
-def rested(
-    items: Iterable[tuple[str, torch.Tensor]],
-) -> Iterator[tuple[str, torch.Tensor]]:
+def rested(items: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     for item in items:
         yield item
         time.sleep(REST_S)

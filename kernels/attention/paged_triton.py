@@ -23,12 +23,7 @@ import triton.language as tl
 
 from draftsmith.kernels.attention.lay_out_triton import lay_out, row_bucket
 from draftsmith.kernels.attention.pool import Chunk, Scoring, size_of
-from draftsmith.kernels.attention.tiles import (
-    HeadKind,
-    Widths,
-    choose_tiles,
-    limits_of,
-)
+from draftsmith.kernels.attention.tiles import HeadKind, Widths, choose_tiles, limits_of
 from draftsmith.kernels.dispatch import on_its_device
 
 if TYPE_CHECKING:

@@ -18,12 +18,7 @@ import torch
 
 from draftsmith.kernels.dispatch import autocast_dtype, reads_freely
 from draftsmith.kernels.divergence.kind import DivergenceKind
-from draftsmith.kernels.divergence.rows import (
-    RowInputs,
-    RowTerms,
-    divergence_terms,
-    draft_columns,
-)
+from draftsmith.kernels.divergence.rows import RowInputs, RowTerms, divergence_terms, draft_columns
 from draftsmith.kernels.divergence.sparse import check_sparse, sparse_rows
 from draftsmith.kernels.products.float32_products import is_faster, multiply
 from draftsmith.kernels.sampling.top_tokens import TopProbs

@@ -13,11 +13,7 @@ import torch
 from draftsmith.kernels.dispatch import operation, reads_freely
 from draftsmith.kernels.host_compiler import function_of
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.sampling.random_streams import (
-    Purpose,
-    sample,
-    sample_without_replacement,
-)
+from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 
 
 class Drawn(NamedTuple):

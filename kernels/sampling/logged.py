@@ -55,9 +55,7 @@ def on_its_way(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _packed(
-    logits: torch.Tensor,
-    tokens: Sequence[int] | torch.Tensor,
-    temperatures: Sequence[float] | None,
+    logits: torch.Tensor, tokens: Sequence[int] | torch.Tensor, temperatures: Sequence[float] | None
 ) -> torch.Tensor:
     """[n, 2 k + 3] float32: ids, whose bits stay as they are, logprobs, tail, norm, and the drafted
     token's logprob."""

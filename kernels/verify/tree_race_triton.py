@@ -7,12 +7,7 @@ import triton
 import triton.language as tl
 
 from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean
-from draftsmith.kernels.sampling.random_streams_triton import (
-    BONUS,
-    RESIDUAL,
-    log_noise,
-    stream_key,
-)
+from draftsmith.kernels.sampling.random_streams_triton import BONUS, RESIDUAL, log_noise, stream_key
 from draftsmith.kernels.verify.rows_triton import finite, log_residual, logprob
 
 NUM_STANDS = tl.constexpr(6)  # numbers of a walk, see `tree_triton._decide`

@@ -29,11 +29,7 @@ from draftsmith.serve.audit.client import AuditClient, AuditCounters
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.greedy import greedy_checks, together_checks
 from draftsmith.serve.audit.kernels import audit_kernels
-from draftsmith.serve.audit.reference import (
-    DistributionBook,
-    distribution_source,
-    reference_exists,
-)
+from draftsmith.serve.audit.reference import DistributionBook, distribution_source, reference_exists
 from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import (
     BONUS,

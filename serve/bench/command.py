@@ -28,13 +28,7 @@ from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import DraftCost
 from draftsmith.progress import Progress, say
-from draftsmith.prompts.suites import (
-    Asked,
-    Question,
-    check_suite,
-    most_tokens,
-    read_suite,
-)
+from draftsmith.prompts.suites import Asked, Question, check_suite, most_tokens, read_suite
 from draftsmith.serve.bench.client import Client, PassResult, Prompt, TimedAnswer, read_prompts
 from draftsmith.serve.bench.config import BenchConfig, ServedPair
 from draftsmith.serve.bench.picture import draw
@@ -64,9 +58,7 @@ def run(config: BenchConfig) -> int:
                 urls[tree] = config.url
                 continue
             server = started(
-                server_arguments(config, tree),
-                timeout_s=config.timeout_s,
-                api_key=config.api_key,
+                server_arguments(config, tree), timeout_s=config.timeout_s, api_key=config.api_key
             )
             urls[tree] = servers.enter_context(server)
         cases, cost = asyncio.run(measure(config, urls, prompts))

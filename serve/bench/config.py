@@ -32,9 +32,7 @@ class BenchConfig(SuiteOptions, ServedPair):
         400, "length of prompts cut from the standard library", limits=AT_LEAST_1
     )
     max_tokens: int | None = option(
-        None,
-        f"most tokens of an answer; {MOST_HELP}",
-        limits=Limits(2),
+        None, f"most tokens of an answer; {MOST_HELP}", limits=Limits(2)
     )
     ignore_eos: bool | None = option(
         None, "let every answer have all its tokens; default: true, of a suite false"

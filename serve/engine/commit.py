@@ -96,12 +96,7 @@ class Committer:
             assert every is not None, "taps that rows join need the states of the pass"
             self._shared.add_late(every, own)
 
-    def _commit_row(
-        self,
-        round: Round,
-        row: RowOutput,
-        now_s: float,
-    ) -> None:
+    def _commit_row(self, round: Round, row: RowOutput, now_s: float) -> None:
         request = row.row.request
         if request.params.prompt_logprobs is not None:
             add_prompt_logprobs(row.row, row.prompt_logits)

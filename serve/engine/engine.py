@@ -25,13 +25,7 @@ from draftsmith.serve.engine.live_draft import LiveDraft
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import ProposalRequest, Proposer, tokens_to_read
 from draftsmith.serve.engine.recorder import RoundRecorder
-from draftsmith.serve.engine.round import (
-    Round,
-    RowSampling,
-    VerifyOutput,
-    leave_out,
-    reads_alone,
-)
+from draftsmith.serve.engine.round import Round, RowSampling, VerifyOutput, leave_out, reads_alone
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Schedule, Scheduler
 from draftsmith.serve.engine.verify import (

@@ -38,10 +38,7 @@ from draftsmith.serve.requests.request import Request
 log = logging.getLogger(__name__)
 
 FLAWS = {
-    DraftCheck.MALFORMED: (
-        "invalid",
-        "tokens that there are not, or too many",
-    ),
+    DraftCheck.MALFORMED: ("invalid", "tokens that there are not, or too many"),
     DraftCheck.NO_MASS: ("nan", "a draft distribution without mass"),
 }
 

@@ -12,14 +12,7 @@ import torch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.logged import LoggedRound
 from draftsmith.prompts.shares import uniform
-from draftsmith.record import (
-    RecordedRound,
-    RecordedTaps,
-    RecordHead,
-    RoundRow,
-    Sink,
-    hashed,
-)
+from draftsmith.record import RecordedRound, RecordedTaps, RecordHead, RoundRow, Sink, hashed
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import sampler_name
 from draftsmith.serve.engine.round import Round, RowOutput

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING
 from draftsmith.errors import UserError
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
-from draftsmith.serve.control.control import (
-    Control,
-    FixedControl,
-    RoundPlan,
-    RowBudget,
-    rest_plan,
-)
+from draftsmith.serve.control.control import Control, FixedControl, RoundPlan, RowBudget, rest_plan
 from draftsmith.serve.requests.fair_queue import FairQueue
 from draftsmith.serve.requests.request import Request
 

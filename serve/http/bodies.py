@@ -8,14 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from draftsmith.chats import RESERVED_VARIABLES, decoded, plain_message, plain_tool
 from draftsmith.serve.sampling.grammar import Grammar

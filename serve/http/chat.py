@@ -11,12 +11,7 @@ from typing import Any
 from draftsmith.chats import request_variables
 from draftsmith.serve.http.bodies import ConversationBody
 from draftsmith.serve.http.protocol import ChatRequest
-from draftsmith.serve.http.responses import (
-    Body,
-    Responder,
-    finish_name,
-    finite,
-)
+from draftsmith.serve.http.responses import Body, Responder, finish_name, finite
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.tokens import TokenPrompt, conversation_prompt
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
@@ -210,12 +205,7 @@ class ChatResponder(Responder):
 
 
 def _content_choice(index: int, text: str) -> Body:
-    return {
-        "index": index,
-        "delta": {"content": text},
-        "logprobs": None,
-        "finish_reason": None,
-    }
+    return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
 
 def new_call_id() -> str:

@@ -14,12 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from draftsmith.errors import UserError
 from draftsmith.serve.http.chat import ChatPlan, ChatResponder, chat_plan
-from draftsmith.serve.http.errors import (
-    Refusal,
-    as_refusal,
-    failure,
-    unforeseen_failure,
-)
+from draftsmith.serve.http.errors import Refusal, as_refusal, failure, unforeseen_failure
 from draftsmith.serve.http.limits import arrival_of
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Generation
 from draftsmith.serve.http.responses import CompletionResponder, Responder, ResponseOptions

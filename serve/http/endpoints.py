@@ -70,12 +70,7 @@ def add_service_endpoints(app: FastAPI, server: Server) -> None:
 
 
 def _model(server: Server, name: str) -> dict[str, Any]:
-    entry = {
-        "id": name,
-        "object": "model",
-        "created": server.created,
-        "owned_by": "draftsmith",
-    }
+    entry = {"id": name, "object": "model", "created": server.created, "owned_by": "draftsmith"}
     engine = server.loop.engine
     parent = None if name == server.model else server.model
     entry |= {"root": engine.target.name, "parent": parent, "max_model_len": engine.max_length}
@@ -189,10 +184,7 @@ def _tokens(server: Server, body: TokenizeText | TokenizeChat) -> list[int]:
     return encode(body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens)
 
 
-SPECULATION_DOCUMENT = {
-    **documented(200, model=SpeculationBody),
-    **documented(400, 401, 404, 503),
-}
+SPECULATION_DOCUMENT = {**documented(200, model=SpeculationBody), **documented(400, 401, 404, 503)}
 SPECULATION_DOCUMENT[404]["description"] = "No such answer is being made here."
 
 

@@ -300,11 +300,7 @@ class CompletionResponder(Responder):
         return TextStream(shown, context=context)
 
     def _logprobs(
-        self,
-        first: int,
-        entries: Sequence[TokenLogprob | None],
-        offsets: list[int],
-        count: int,
+        self, first: int, entries: Sequence[TokenLogprob | None], offsets: list[int], count: int
     ) -> Body:
         """Logprobs in the layout of completions. Only the first token of a prompt has no entry:
         nothing comes before it."""

@@ -19,12 +19,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 
-from draftsmith.drafters.versions import (
-    latest,
-    read_decisions,
-    read_manifest,
-    versions,
-)
+from draftsmith.drafters.versions import latest, read_decisions, read_manifest, versions
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import AcceptanceCounts, label_of
 from draftsmith.progress import duration, factor

@@ -18,12 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.random_streams import WORD, signed
-from draftsmith.serve.requests.request import (
-    DEFAULT_OPTIONS,
-    OnUpdate,
-    Request,
-    RequestOptions,
-)
+from draftsmith.serve.requests.request import DEFAULT_OPTIONS, OnUpdate, Request, RequestOptions
 from draftsmith.serve.sampling.adjustments import sampling_state
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.sampling.params import SamplingParams

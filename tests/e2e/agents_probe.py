@@ -91,11 +91,4 @@ def tool_loop() -> list[str]:
 
 
 set_tracing_disabled(True)
-print(
-    json.dumps(
-        {
-            "loop": tool_loop(),
-            "agents": asyncio.run(agents()),
-        }
-    )
-)
+print(json.dumps({"loop": tool_loop(), "agents": asyncio.run(agents())}))

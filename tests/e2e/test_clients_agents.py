@@ -15,9 +15,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def chat_folder(
-    tiny_target: Callable[..., str],
-    tool_template: str,
-    tmp_path_factory: pytest.TempPathFactory,
+    tiny_target: Callable[..., str], tool_template: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The tiny target with tools in its template and room for long answers: it ends one seldom."""
     folder = tmp_path_factory.mktemp("chat") / "target"

@@ -103,11 +103,7 @@ class Engine:
 
 @contextmanager
 def engine(
-    model: Path,
-    folder: Path,
-    speculative: dict[str, Any],
-    settings: dict[str, Any],
-    *more: str,
+    model: Path, folder: Path, speculative: dict[str, Any], settings: dict[str, Any], *more: str
 ) -> Iterator[Engine]:
     options = [
         *more, "--max-model-len", "384", "--max-num-seqs", "8", "--enable-prefix-caching",
@@ -131,11 +127,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., 
 
 
 def draft_lm(models: Path) -> dict[str, Any]:
-    return {
-        "method": "draft_model",
-        "model": str(models / "draft"),
-        "num_speculative_tokens": K,
-    }
+    return {"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": K}
 
 
 @pytest.fixture(scope="module")

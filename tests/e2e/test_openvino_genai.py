@@ -30,11 +30,7 @@ openvino_genai = pytest.importorskip(
 
 FAMILIES = ("draft-lm", "eagle3")
 # Numbers as exact as the weights; threads of its own would wait for the cores of other tests.
-EXACT = {
-    "INFERENCE_PRECISION_HINT": "f32",
-    "KV_CACHE_PRECISION": "f32",
-    "INFERENCE_NUM_THREADS": 1,
-}
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": 1}
 
 
 @pytest.fixture(scope="module")

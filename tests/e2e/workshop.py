@@ -33,11 +33,7 @@ FAMILIES = {
     "medusa": ("draft.num_heads=3", "unroll.steps=3"),
     "dflash": ("draft.block_size=4", "unroll.steps=3"),
     "dspark": ("draft.block_size=4", "unroll.steps=3"),
-    "draft-lm": (
-        "draft.num_layers=2",
-        "draft.hidden_size=64",
-        "draft.num_attention_heads=2",
-    ),
+    "draft-lm": ("draft.num_layers=2", "draft.hidden_size=64", "draft.num_attention_heads=2"),
 }
 
 

@@ -251,10 +251,7 @@ def own_names(
     *,
     turned: bool,
 ) -> dict[str, torch.Tensor]:
-    heads = {
-        "attn_q": config["num_attention_heads"],
-        "attn_k": config["num_key_value_heads"],
-    }
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found = {}
     for name, tensor in loaded.items():
         module, _, kind = name.rpartition(".")

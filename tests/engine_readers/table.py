@@ -8,13 +8,7 @@ from typing import Any
 
 from draftsmith.files import read_json
 from draftsmith.train.export.serving import DRAFT, ENGINE_ARGUMENTS, VERSION
-from tests.engine_readers import (
-    llamacpp,
-    plain,
-    sglang,
-    vllm,
-    vllm_speculators,
-)
+from tests.engine_readers import llamacpp, plain, sglang, vllm, vllm_speculators
 from tests.engine_readers.understood import Reader, Understood
 
 READERS: dict[tuple[str, str], Reader] = {

@@ -259,12 +259,7 @@ class Loop:
         return accepted / sum(min(one.accepted + 1, len(one.drafted)) for one in records)
 
     def record(
-        self,
-        folder: str | Path,
-        prompts: list[list[int]],
-        *,
-        version: int = 1,
-        **options: Any,
+        self, folder: str | Path, prompts: list[list[int]], *, version: int = 1, **options: Any
     ) -> None:
         """Answer the prompts with the draft in a folder, and write their rounds into the buffer."""
         writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)

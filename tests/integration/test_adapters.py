@@ -143,8 +143,7 @@ def test_the_api_lists_and_chooses_adapters(adapted, live_server, alone):
     asked = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
     for name in NAMES:
         body = server.http.post(
-            "/v1/completions",
-            json={**asked, "model": name or "tiny", "return_token_ids": True},
+            "/v1/completions", json={**asked, "model": name or "tiny", "return_token_ids": True}
         ).json()
         assert body["model"] == (name or "tiny")
         assert body["choices"][0]["token_ids"] == alone[name][0]

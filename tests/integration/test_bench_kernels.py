@@ -13,12 +13,7 @@ from tests import forked
 
 TINY = ("--device", "cpu", "--quick", "--vocab", "64", "--seconds", "0", "--no-compile")
 VERIFICATIONS = [
-    f"{way}, V 64"
-    for way in (
-        "chain verification",
-        "block verification",
-        "tree verification",
-    )
+    f"{way}, V 64" for way in ("chain verification", "block verification", "tree verification")
 ]
 DRAWS = ("no filter", "top-k 50", "top-p 0.95")
 DIVERGENCES = ("jsd", "tv", "lk-alpha", "reverse-kl", "ce")

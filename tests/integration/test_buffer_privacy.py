@@ -31,13 +31,7 @@ def test_a_client_has_all_choices_of_its_answer_forgotten(
 ) -> None:
     monkeypatch.setattr(buffer, "SETTLE_S", 0.1)
     writer = BufferWriter(str(tmp_path), flush_s=0.01)
-    server = live_server(
-        target,
-        Ngram(min_n=1),
-        EngineConfig(k=3),
-        sink=writer,
-        api_key=("key",),
-    )
+    server = live_server(target, Ngram(min_n=1), EngineConfig(k=3), sink=writer, api_key=("key",))
     key = {"authorization": "Bearer key"}
     prompt = [7, 8, 7, 8, 7]
     first, second = (

@@ -41,11 +41,7 @@ def test_a_pair_that_does_well(target: Target, live_server: Callable, ask: Calla
         server.complete(PROMPT, **OPTIONS).raise_for_status()
     findings = ask(server.url + "/v1")
     assert {finding["status"] for finding in findings.values()} <= {"ok", "warn"}
-    for check in (
-        "server.health",
-        "server.traffic",
-        "drafting.fallbacks",
-    ):
+    for check in ("server.health", "server.traffic", "drafting.fallbacks"):
         assert findings[check]["status"] == "ok", findings[check]
     # The numbers are the engine's own.
     stats = server.engine.stats.acceptance

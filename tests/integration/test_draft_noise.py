@@ -26,11 +26,7 @@ from draftsmith.serve.sampling.params import SamplingParams
 K = 4
 PARAMS = SamplingParams(draft_temperature=100.0, max_tokens=14, ignore_eos=True)
 PROMPTS = torch.randint(3, 288, (8, 6), generator=torch.Generator().manual_seed(0)).tolist()
-WAYS = {
-    "chain": {},
-    "block": {"verification": "block"},
-    "tree": {"tree": "sampled:1x1x1x1"},
-}
+WAYS = {"chain": {}, "block": {"verification": "block"}, "tree": {"tree": "sampled:1x1x1x1"}}
 
 
 @dataclass

@@ -207,10 +207,7 @@ def k_auto(target: Target) -> EngineCore:
     return engine
 
 
-MECHANISMS = {
-    "rest": Mechanism(rest, 4, 1000),
-    "k auto": Mechanism(k_auto, 3, 900),
-}
+MECHANISMS = {"rest": Mechanism(rest, 4, 1000), "k auto": Mechanism(k_auto, 3, 900)}
 
 
 @pytest.fixture(params=MECHANISMS)

@@ -139,11 +139,7 @@ def test_obfuscation_of_streams_is_off_and_stays_off(server: Any) -> None:
 def test_usage_of_a_stream(server: Any) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = server.events(
-        "/v1/completions",
-        prompt=PROMPT,
-        **GREEDY,
-        stream_options=options,
-        return_token_ids=True,
+        "/v1/completions", prompt=PROMPT, **GREEDY, stream_options=options, return_token_ids=True
     )
     counted = 0
     for chunk in chunks[:-1]:

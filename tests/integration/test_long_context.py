@@ -100,10 +100,7 @@ def test_text_drafts_see_all_of_it(case):
     served(Ngram(min_n=1, max_n=4), case)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["eagle3", "dflash", "draft-lm"],
-)
+@pytest.mark.parametrize("family", ["eagle3", "dflash", "draft-lm"])
 def test_families_of_each_kind_draft_behind_all_of_it(family, case):
     small = {"hidden_size": 16, "num_attention_heads": 1} if family == "draft-lm" else {}
     drafter = FAMILIES[family].create(OPTIONS[family](**small), case[0], seed=1).eval()

@@ -89,10 +89,7 @@ def server(
 
 @pytest.mark.parametrize(
     ("first", "count"),
-    [
-        (0, 150),
-        pytest.param(1_000, 100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
-    ],
+    [(0, 150), pytest.param(1_000, 100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
 )
 def test_no_body_ends_the_server(first: int, count: int, server: tuple[Forked, int]) -> None:
     process, port = server

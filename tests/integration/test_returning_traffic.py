@@ -90,11 +90,7 @@ def test_a_version_that_was_left_goes_live_again_when_its_traffic_is_back(
 
 @pytest.mark.parametrize(
     ("noise", "is_restarted", "num_kept"),
-    [
-        (0.05, False, 2),
-        (3.0, False, 0),
-        pytest.param(0.05, True, 0, marks=pytest.mark.long),
-    ],
+    [(0.05, False, 2), (3.0, False, 0), pytest.param(0.05, True, 0, marks=pytest.mark.long)],
 )
 def test_a_candidate_that_catches_up_is_spared_for_a_while_and_no_other(
     loop: Callable[..., Any], noise: float, is_restarted: bool, num_kept: int

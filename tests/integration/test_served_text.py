@@ -301,10 +301,7 @@ class Counted:
 
 @pytest.mark.parametrize("cell", SEEDED, ids=str)
 def test_sampled_text_is_that_of_speculate_whatever_happens_around_it(
-    cell: Cell,
-    load: Callable[[str], Target],
-    drafter_of: Drafters,
-    monkeypatch: pytest.MonkeyPatch,
+    cell: Cell, load: Callable[[str], Target], drafter_of: Drafters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preemption, pieces, other rows, passes that are captured, rounds without the compiled
     kernels: whatever is left behind in caches, the draft's included, would show, since the tokens
@@ -313,10 +310,7 @@ def test_sampled_text_is_that_of_speculate_whatever_happens_around_it(
     drafter = drafter_of(cell.family, target)
     temperatures = (0.9, 0.0) if cell.family == "itself" or cell.mode == "mixed" else (0.9,)
     expected = [text for one in temperatures for text in alone(cell, target, drafter, one)]
-    verified, drawn = (
-        Counted(chain.verify_logits_compiled),
-        Counted(draw_module.draw_compiled),
-    )
+    verified, drawn = (Counted(chain.verify_logits_compiled), Counted(draw_module.draw_compiled))
     for compiled, chunk, seed in ((True, 17, 2), (False, 16, 3)):
         kernels = (verified, drawn) if compiled else (lambda *_: None,) * 2
         monkeypatch.setattr(chain, "verify_logits_compiled", kernels[0])

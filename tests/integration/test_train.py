@@ -43,11 +43,7 @@ def train(target_folder: str, data: Path, tmp_path: Path) -> Callable[..., Proce
     """
 
     def start(
-        name: str,
-        *options: str,
-        family: str = "eagle3",
-        processes: int = 1,
-        started: bool = False,
+        name: str, *options: str, family: str = "eagle3", processes: int = 1, started: bool = False
     ) -> Process:
         command = cli("train", family, "--target", target_folder, "--data", data)
         command += ["--out", str(tmp_path / name), "--dtype", "float32", *options]
@@ -235,8 +231,7 @@ def test_another_step_is_another_loss(one_process):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "recipe"),
-    [("eagle3", None), ("mtp", "zero2"), ("draft-lm", "zero3")],
+    ("family", "recipe"), [("eagle3", None), ("mtp", "zero2"), ("draft-lm", "zero3")]
 )
 def test_a_target_spread_over_two_processes_trains_alike(
     family, recipe, train, tmp_path, target_folder, data

@@ -12,11 +12,7 @@ from draftsmith.errors import UserError
 from draftsmith.serve.http.bodies import FunctionTool, MessageBody
 from tests.chat_templates import tokenizer_of
 
-CALL = {
-    "id": "a",
-    "type": "function",
-    "function": {"name": "f", "arguments": '{"x": null}'},
-}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": null}'}}
 MESSAGES = [
     {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "why"},

@@ -9,15 +9,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from draftsmith.client import (
-    VARIABLE,
-    accepted_keys,
-    base_of,
-    bearer,
-    send,
-    send_async,
-    with_key,
-)
+from draftsmith.client import VARIABLE, accepted_keys, base_of, bearer, send, send_async, with_key
 from draftsmith.errors import UserError
 from draftsmith.serve.bench.client import Client
 from draftsmith.serve.bench.command import server_arguments

@@ -263,16 +263,7 @@ def test_every_chapter_has_its_tests_in_the_folder_of_its_name() -> None:
     # Tests of the command line have a folder of their own, and those of scripts another.
     folders = {path.parent.relative_to(ROOT / "tests" / "unit") for path in TESTS}
     known = {path.relative_to(ROOT) for path in chapters() if path != COMMAND_LINE}
-    known |= {
-        Path(one)
-        for one in (
-            ".",
-            *CODE_FOLDERS,
-            "cli",
-            "prompts",
-            "scripts",
-        )
-    }
+    known |= {Path(one) for one in (".", *CODE_FOLDERS, "cli", "prompts", "scripts")}
     assert folders <= known
 
 
@@ -465,8 +456,8 @@ def test_the_package_keeps_its_budgets() -> None:
     paths = [path for folder in (*CODE_FOLDERS, "src/draftsmith") for path in sources(folder)]
     assert len(paths) <= 420
     # Both are to become 60,000; until then neither grows.
-    assert lines_of(paths) <= 76_000
-    assert lines_of(sources("tests")) <= 67_200
+    assert lines_of(paths) <= 75_800
+    assert lines_of(sources("tests")) <= 66_900
     switches = {
         str(path.relative_to(ROOT))
         for path in paths

@@ -174,11 +174,7 @@ def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int)
 
 
 def check_training(
-    target: Target,
-    draft: torch.nn.Module,
-    max_length: int,
-    *,
-    offload: str | None = None,
+    target: Target, draft: torch.nn.Module, max_length: int, *, offload: str | None = None
 ) -> Finding:
     """The frozen target beside the draft's float32 weights, gradients and two Adam moments."""
     trained = sum(parameter.numel() for parameter in draft.parameters() if parameter.requires_grad)

@@ -170,11 +170,7 @@ def reduced_vocabulary(token_counts: torch.Tensor) -> int | None:
 
 
 def planned(
-    config: PlanConfig,
-    target: Target,
-    text: PlannedText,
-    family: str,
-    show: Callable[[], None],
+    config: PlanConfig, target: Target, text: PlannedText, family: str, show: Callable[[], None]
 ) -> Planned:
     """`show` is called after each of `PASSES` passes."""
     train = training(config, family)

@@ -187,12 +187,7 @@ def warn_of_trained_text(config: EvalConfig, mixture: Mixture) -> None:
 
 
 def evaluate_at(
-    config: EvalConfig,
-    temperature: float,
-    target: Target,
-    drafter: Any,
-    texts: BySource,
-    k: int,
+    config: EvalConfig, temperature: float, target: Target, drafter: Any, texts: BySource, k: int
 ) -> OfFolders:
     counts = {
         path: counts_of(

@@ -17,12 +17,7 @@ import torch
 
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.acceptance import (
-    expected_rounds,
-    keep_probability,
-    overlap,
-    walk_rounds,
-)
+from draftsmith.kernels.acceptance import expected_rounds, keep_probability, overlap, walk_rounds
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.progress import Progress

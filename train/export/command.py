@@ -16,13 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
 from draftsmith.config import check_limits, for_others
-from draftsmith.drafters.checkpoint import (
-    RECORD,
-    SCHEMA_VERSION,
-    locate,
-    read_metadata,
-    trained_k,
-)
+from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata, trained_k
 from draftsmith.drafters.layouts import hub
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.registry import family_of
@@ -35,11 +29,7 @@ from draftsmith.train.config import ExportConfig
 from draftsmith.train.evaluate.picture import draw_figures
 from draftsmith.train.export.model_card import CURVES, RESULTS, evaluations, model_card
 from draftsmith.train.export.source import ExportSource
-from draftsmith.train.export.table import (
-    HOLD_TARGET,
-    needs_target_weights,
-    writer,
-)
+from draftsmith.train.export.table import HOLD_TARGET, needs_target_weights, writer
 from draftsmith.train.export.vllm_faults import SHARED_NOISE
 from draftsmith.train.quiet import quiet
 

@@ -19,12 +19,7 @@ from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError, missing
 from draftsmith.train.export import portable
 from draftsmith.train.export.gguf_vocabulary import vocabulary
-from draftsmith.train.export.portable import (
-    Reader,
-    check_block,
-    check_eagle3,
-    check_represented,
-)
+from draftsmith.train.export.portable import Reader, check_block, check_eagle3, check_represented
 from draftsmith.train.export.source import ExportSource, check_sees_all
 
 
@@ -255,10 +250,7 @@ def interleaved(
 ) -> dict[str, torch.Tensor]:
     """Rows of queries and keys in the order of llama.cpp's Llama: the two halves of a head, which
     transformers turns against each other, one by one."""
-    heads = {
-        "attn_q": values["attention.head_count"],
-        "attn_k": values["attention.head_count_kv"],
-    }
+    heads = {"attn_q": values["attention.head_count"], "attn_k": values["attention.head_count_kv"]}
     return {
         name: interleave(tensor, heads[part]) if (part := part_of(name)) in heads else tensor
         for name, tensor in tensors.items()

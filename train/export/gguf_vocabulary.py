@@ -26,10 +26,7 @@ REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 RULES: dict[tuple[str, ...], str] = {
     ("bytes by words",): "gpt-2",
     ("digits", "bytes by words"): "smollm",
-    (
-        ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + WORDS_AND_SPACES,
-        "bytes",
-    ): "llama-bpe",
+    (ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + WORDS_AND_SPACES, "bytes"): "llama-bpe",
     (ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + WORDS_AND_SPACES, "bytes"): "qwen2",
     (
         ENGLISH

@@ -22,12 +22,7 @@ from draftsmith.drafters.heads.mtp_layouts import (
     text_values,
 )
 from draftsmith.drafters.init_from_target import shares_embeddings
-from draftsmith.drafters.weights import (
-    read_weights,
-    safe_files,
-    stored_tensors,
-    write_weights,
-)
+from draftsmith.drafters.weights import read_weights, safe_files, stored_tensors, write_weights
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
 from draftsmith.train.export.portable import target_table

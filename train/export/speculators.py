@@ -23,12 +23,7 @@ from draftsmith.drafters.weights import write_weights
 from draftsmith.errors import UserError
 from draftsmith.train.export import portable
 from draftsmith.train.export.mtp import check_kind
-from draftsmith.train.export.source import (
-    ExportSource,
-    check_sees_all,
-    target_tensor,
-    text_config,
-)
+from draftsmith.train.export.source import ExportSource, check_sees_all, target_tensor, text_config
 
 # Kinds of targets that the library makes an MTP module's layer of.
 MTP_KINDS = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

@@ -46,11 +46,7 @@ WRITERS: dict[str, dict[str, Writer]] = {
         "gguf": gguf.write_lm,
         "openvino": openvino.write_lm,
     },
-    "mtp": {
-        "vllm": mtp.write_mtp,
-        "sglang": mtp.write_sglang,
-        "speculators": write_mtp,
-    },
+    "mtp": {"vllm": mtp.write_mtp, "sglang": mtp.write_sglang, "speculators": write_mtp},
     "eagle1": {
         "vllm": portable.write_vllm_eagle1,
         "sglang": portable.write_sglang_eagle1,

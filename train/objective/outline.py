@@ -21,13 +21,7 @@ from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.causal_lm import CausalLM, PassProbe
 from draftsmith.drafters.target.device import device_of
 from draftsmith.drafters.target.load import adapter_base, build_model, load_config, load_model
-from draftsmith.drafters.target.target import (
-    FIRST,
-    Target,
-    TargetParameter,
-    digest_of,
-    revision_of,
-)
+from draftsmith.drafters.target.target import FIRST, Target, TargetParameter, digest_of, revision_of
 from draftsmith.drafters.weights import weight_files
 from draftsmith.errors import UserError
 
@@ -91,11 +85,7 @@ def shapes_of(lm: CausalLM) -> PassProbe:
 
 
 def load_outline(
-    path: str,
-    *,
-    device: str | None = None,
-    max_length: int | None = None,
-    trust_remote_code: bool,
+    path: str, *, device: str | None = None, max_length: int | None = None, trust_remote_code: bool
 ) -> TargetOutline:
     """Outline of a local folder or Hub id. Weights are read for the revision
     alone: 64 values of each parameter where the files have the model's own names, else all of

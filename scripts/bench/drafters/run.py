@@ -92,13 +92,7 @@ def main() -> None:
         seeds=chosen.seeds, minutes=chosen.minutes,
     )  # fmt: skip
     rows = measure(bench, list(plan.cells()))
-    report = {
-        "schema": 1,
-        "k": K,
-        "minutes": chosen.minutes,
-        "machine": machine(),
-        "rows": rows,
-    }
+    report = {"schema": 1, "k": K, "minutes": chosen.minutes, "machine": machine(), "rows": rows}
     print(tables(report))
     if chosen.out is not None:
         write_json(chosen.out, report)

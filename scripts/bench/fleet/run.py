@@ -168,10 +168,7 @@ def engine(index: int, shift: Shift, python: str, place: str, first: Path) -> It
     """A running vLLM of the fleet; its URL."""
     options = engine_options(index, shift, place, first)
     where = variables(shift.folder / "installed")
-    with (
-        vllm_server(python, shift.target, options, variables=where) as (url, group),
-        awake(group),
-    ):
+    with vllm_server(python, shift.target, options, variables=where) as (url, group), awake(group):
         yield url
 
 

@@ -25,10 +25,7 @@ from scripts.bench.kernels.case import Call, Case, Sizes
 from scripts.bench.kernels.divergence_cases import divergence_cases
 
 Verify = Callable[..., Any]
-CHAINS: dict[str, Verify] = {
-    "chain verification": verify_chain,
-    "block verification": verify_block,
-}
+CHAINS: dict[str, Verify] = {"chain verification": verify_chain, "block verification": verify_block}
 DRAWS: dict[str, dict[str, Any]] = {
     "no filter": {},
     "top-k 50": {"top_k": 50},

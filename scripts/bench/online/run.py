@@ -69,8 +69,7 @@ def main(arguments: Sequence[str]) -> None:
     if chosen.out is not None and rows:
         write_text(chosen.out.with_suffix(".md"), text + "\n")
         write_json(
-            chosen.out.with_suffix(".json"),
-            {"schema": 1, "machine": machine(), "rows": rows},
+            chosen.out.with_suffix(".json"), {"schema": 1, "machine": machine(), "rows": rows}
         )
         draw(chosen.out.with_suffix(".png"), rows)
 

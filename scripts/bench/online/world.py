@@ -18,12 +18,7 @@ import torch
 
 from draftsmith.distill.buffer.buffer import BufferReader, BufferReading
 from draftsmith.distill.buffer.traffic import OpenRequests, ServedText
-from draftsmith.distill.config import (
-    DistillConfig,
-    GateConfig,
-    LearnConfig,
-    RetentionConfig,
-)
+from draftsmith.distill.config import DistillConfig, GateConfig, LearnConfig, RetentionConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle

@@ -21,11 +21,7 @@ import httpx
 from scripts.bench.serving.systems import TIMEOUT_S, Served, System
 
 MENDED = "draftsmith.fleet.vllm.plugin"
-VLLM_VARIABLES = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 # Samplers that llama-server has on by default.
 PLAIN_SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

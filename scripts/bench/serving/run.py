@@ -149,13 +149,7 @@ def main() -> None:
     if chosen.out is not None:
         setting = {key: str(value) for key, value in vars(chosen).items() if key != "out"}
         write_json(
-            chosen.out,
-            {
-                "schema": 1,
-                "setting": setting,
-                "machine": machine(),
-                "rows": rows,
-            },
+            chosen.out, {"schema": 1, "setting": setting, "machine": machine(), "rows": rows}
         )
 
 

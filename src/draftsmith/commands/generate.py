@@ -27,9 +27,7 @@ class GenerateConfig(GenerateOptions, LookupOptions, Pair):
     """Options of the dataset, and of the drafts that write it sooner."""
 
     k: int | None = option(
-        None,
-        f"draft tokens per round [default: {DEFAULT_K}]",
-        limits=Limits(1, MAX_K, "[]"),
+        None, f"draft tokens per round [default: {DEFAULT_K}]", limits=Limits(1, MAX_K, "[]")
     )
 
     def drafting(self) -> str:

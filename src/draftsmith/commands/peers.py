@@ -59,10 +59,7 @@ def ours_of(name: str) -> str:
 
 
 def in_our_names(
-    argv: Sequence[str],
-    flags: Collection[str],
-    keys: Collection[str],
-    tell: Callable[[str], None],
+    argv: Sequence[str], flags: Collection[str], keys: Collection[str], tell: Callable[[str], None]
 ) -> list[str]:
     """`argv` with peers' names replaced, each given to `tell`, and with `--resume`
     taken where help has `--no-resume` alone. `flags` are the command's, as `--max-length`; `keys`

@@ -129,10 +129,7 @@ def _asked(row: Row) -> Row | None:
         return None
     else:
         given = [texts[one] for one in GIVEN if one in texts and one != name and texts[one].strip()]
-        parts = {
-            "instruction": [texts[name], *given],
-            "question": [*given, texts[name]],
-        }
+        parts = {"instruction": [texts[name], *given], "question": [*given, texts[name]]}
         prompt = "\n\n".join(parts.get(name, [texts[name]]))
     if not isinstance(prompt, str):
         raise ValueError(f"holds {_kind(prompt)} as its first turn")

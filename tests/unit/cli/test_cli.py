@@ -148,10 +148,7 @@ def test_what_deepspeed_finds_at_its_import_is_not_told(
 
 @pytest.mark.parametrize(("name", "is_resumed"), [("train", True), ("plan", False)])
 def test_an_interrupt_promises_to_go_on_only_where_the_command_does(
-    name: str,
-    is_resumed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, is_resumed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(
         COMMANDS, name, COMMANDS[name]._replace(run="tests.unit.cli.test_cli:interrupt")

@@ -7,12 +7,7 @@ import torch
 
 from draftsmith.drafters.blocks.dflash import Dflash
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.init_from_target import (
-    fitted_norm,
-    frequent_tokens,
-    gains,
-    spread,
-)
+from draftsmith.drafters.init_from_target import fitted_norm, frequent_tokens, gains, spread
 from draftsmith.drafters.options import DflashOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError

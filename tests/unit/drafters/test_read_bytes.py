@@ -5,12 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.drafters.options import (
-    OPTIONS,
-    DraftLmOptions,
-    DsparkOptions,
-    MedusaOptions,
-)
+from draftsmith.drafters.options import OPTIONS, DraftLmOptions, DsparkOptions, MedusaOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.states.medusa import Medusa
 from draftsmith.drafters.states.mlp import Mlp

@@ -79,9 +79,7 @@ def test_windows_stand_in_a_config_as_vllm_reads_them() -> None:
 
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
-    [
-        ("draft-lm", {"window": 4, "target_layers": (0, 1)}, "starts from"),
-    ],
+    [("draft-lm", {"window": 4, "target_layers": (0, 1)}, "starts from")],
 )
 def test_windows_that_cannot_be_are_refused(
     family: str, options: dict[str, Any], reason: str, target: Target

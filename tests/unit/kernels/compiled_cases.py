@@ -71,8 +71,7 @@ def of_divergence(
 ) -> Case:
     label = f"{name} {str(dtype).removeprefix('torch.')}{' map' * has_map}{' text' * has_tokens}"
     return Case(
-        label,
-        lambda: diverge(name, dtype, has_map=has_map, has_tokens=has_tokens, vocab=VOCAB),
+        label, lambda: diverge(name, dtype, has_map=has_map, has_tokens=has_tokens, vocab=VOCAB)
     )
 
 

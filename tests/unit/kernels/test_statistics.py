@@ -6,11 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.kernels.statistics import (
-    detectable_bias,
-    g_test,
-    homogeneity,
-)
+from draftsmith.kernels.statistics import detectable_bias, g_test, homogeneity
 
 
 def test_statistics_are_scipys() -> None:

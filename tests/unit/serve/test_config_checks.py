@@ -69,10 +69,7 @@ def test_an_engine_is_not_made_of(options, words):
             {"draft": "d", "suffix_max_cached_requests": 3},
             "suffix_max_cached_requests 3 is given without suffix",
         ),
-        (
-            {"suffix": True, "prompt_lookup_max": 3},
-            "prompt_lookup_max 3 is given without ngram",
-        ),
+        ({"suffix": True, "prompt_lookup_max": 3}, "prompt_lookup_max 3 is given without ngram"),
         ({"ngram": True, "tree": "auto"}, "tree auto is given without draft or versions"),
         (
             {"draft": "d", "suffix": True, "tree": "auto"},

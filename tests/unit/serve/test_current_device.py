@@ -61,7 +61,7 @@ def test_the_versions_thread_chooses_first(chosen, tmp_path: Path):
     loop = SimpleNamespace(
         engine=SimpleNamespace(
             target=SimpleNamespace(device=SECOND, revision="r"), drafts=SimpleNamespace()
-        ),
+        )
     )
     VersionWatcher(loop, tmp_path, poll_s=0.01).start().stop()
     assert chosen == [("draftsmith-versions", SECOND)]

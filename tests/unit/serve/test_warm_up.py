@@ -93,11 +93,7 @@ class Variants:
 
     def __init__(self, engine: EngineCore, monkeypatch: pytest.MonkeyPatch):
         self.engine, self.seen = engine, set[tuple[Any, ...]]()
-        for module, name in (
-            (draft_sampler, "draw"),
-            (verify, "process"),
-            (candidates, "process"),
-        ):
+        for module, name in ((draft_sampler, "draw"), (verify, "process"), (candidates, "process")):
             monkeypatch.setattr(module, name, self._noting(name, getattr(module, name)))
         for name in ("verify_block", "verify_tree"):
             monkeypatch.setattr(verify, name, self._noting(name, getattr(verify, name)))

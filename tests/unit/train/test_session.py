@@ -123,9 +123,7 @@ def test_a_sample_mean_counts_a_short_text_like_a_long_one(tiny_target, table_dr
             table_drafter(288), LiveSource(target), UnrollConfig(steps=1), mean=mean
         )
         text = TextBatch(
-            input_ids=ids[rows],
-            attention_mask=mask[rows],
-            weights=(labels[rows] != -100).float(),
+            input_ids=ids[rows], attention_mask=mask[rows], weights=(labels[rows] != -100).float()
         )
         return trainee(text, torch.tensor(num_items))["loss"].item()
 
@@ -344,9 +342,7 @@ def test_without_held_out_prompts_the_last_draft_is_kept(configure):
 
 def test_a_head_that_is_not_trained_stays_the_targets(configure):
     config = configure(
-        steps=2,
-        draft=DraftOptions(train_head=False),
-        optim=OptimConfig(lr=1e-2, optimizer="muon"),
+        steps=2, draft=DraftOptions(train_head=False), optim=OptimConfig(lr=1e-2, optimizer="muon")
     )
     run(config)
     target = Target.load(config.target)

@@ -13,11 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.distill.buffer import record_table
-from draftsmith.distill.buffer.record_table import (
-    STEPS,
-    from_table,
-    to_table,
-)
+from draftsmith.distill.buffer.record_table import STEPS, from_table, to_table
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import (
     SCHEMA_VERSION,

@@ -6,13 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from draftsmith.distill.buffer.traffic import (
-    OpenRequests,
-    branches,
-    depth_of,
-    is_held_out,
-    stitch,
-)
+from draftsmith.distill.buffer.traffic import OpenRequests, branches, depth_of, is_held_out, stitch
 from draftsmith.record import RoundRecord
 from draftsmith.train.data.roles import Role, RoleWeights
 from tests.round_records import round_record

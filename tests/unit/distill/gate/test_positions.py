@@ -7,12 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from draftsmith.distill.buffer.traffic import stitch
-from draftsmith.distill.gate.logged import (
-    DraftedPositions,
-    LoggedPosition,
-    Position,
-    positions_of,
-)
+from draftsmith.distill.gate.logged import DraftedPositions, LoggedPosition, Position, positions_of
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.record import Distribution
 from tests.round_records import round_record

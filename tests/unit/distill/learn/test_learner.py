@@ -38,10 +38,7 @@ def mean_alpha(drafter: torch.nn.Module, target: Target, texts: list[ServedText]
 @pytest.mark.parametrize(
     ("positions", "gain"),
     # What follows a rejected token seldom comes up again in so little text.
-    [
-        (("later-rejected",), 0.002),
-        (("bonus", "later-rejected", "accepted"), 0.05),
-    ],
+    [(("later-rejected",), 0.002), (("bonus", "later-rejected", "accepted"), 0.05)],
 )
 def test_updates_raise_alpha(
     target: Target,

@@ -18,12 +18,7 @@ import torch
 from draftsmith.drafters.autoregressive.draft_sampler import DraftStep
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.tree_shape import (
-    DynamicTree,
-    SampledShape,
-    SampledTree,
-    TreeShape,
-)
+from draftsmith.drafters.tree_shape import DynamicTree, SampledShape, SampledTree, TreeShape
 from draftsmith.kernels.attention import paged as paged_attention
 from draftsmith.kernels.attention.paged_torch import reference_attention
 from draftsmith.kernels.attention.pool import PagedPool, PassLayout, Scoring, slots_of

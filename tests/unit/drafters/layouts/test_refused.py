@@ -211,10 +211,7 @@ def test_pickled_weights_run_no_code(
 
 
 def test_doctor_shows_a_draft_that_cannot_be_read(
-    whole: dict[str, Path],
-    tiny_target: Find,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    whole: dict[str, Path], tiny_target: Find, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "draft"
     shutil.copytree(whole["eagle3"], folder)

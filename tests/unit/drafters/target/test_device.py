@@ -51,11 +51,7 @@ def times(tmp_path: Path, **seconds: float) -> Choices:
 @pytest.mark.parametrize("seconds, expected", [(1.0, BFLOAT16), (3.0, FLOAT32)])
 @pytest.mark.parametrize("use", ["laid out", "plain", "step"])
 def test_the_checkpoints_own_type_where_it_is_faster(
-    tmp_path: Path,
-    folder_in: Callable[..., Path],
-    seconds: float,
-    expected: torch.dtype,
-    use: Use,
+    tmp_path: Path, folder_in: Callable[..., Path], seconds: float, expected: torch.dtype, use: Use
 ) -> None:
     choices = times(tmp_path, float32=1.5, bfloat16=seconds)
     folder = folder_in(dtype="bfloat16")

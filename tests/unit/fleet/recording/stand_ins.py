@@ -176,11 +176,7 @@ class Lab:
     """A worker with a recorder, and the records that came of it."""
 
     def __init__(
-        self,
-        folder: Path,
-        sampler: Any = None,
-        capacity: int = 1 << 20,
-        max_length: int = 1000,
+        self, folder: Path, sampler: Any = None, capacity: int = 1 << 20, max_length: int = 1000
     ):
         self.folder, self.max_length = folder, max_length
         self.worker = Worker(sampler or FirstSampler())

@@ -90,8 +90,7 @@ class Client:
             data_parallel_size=engines, world_size=len(workers) // engines
         )
         self.vllm_config = SimpleNamespace(
-            parallel_config=self.parallel,
-            additional_config={"draftsmith": vars(settings)},
+            parallel_config=self.parallel, additional_config={"draftsmith": vars(settings)}
         )
         self.workers = [
             SimpleNamespace(

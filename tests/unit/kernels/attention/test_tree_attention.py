@@ -125,14 +125,7 @@ def test_the_kernel_takes_any_heads_and_half_floats(
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("num_splits", [None, 1, 16])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"window": 1000},
-        {"window": Chunk(1024)},
-        {"softcap": 30.0},
-        {"sinks": True},
-    ],
+    "options", [{}, {"window": 1000}, {"window": Chunk(1024)}, {"softcap": 30.0}, {"sinks": True}]
 )
 @pytest.mark.parametrize("key_dim, value_dim", [(128, 128), (80, 80), (192, 128), (576, 512)])
 def test_real_shapes_on_a_device(

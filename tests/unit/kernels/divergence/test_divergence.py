@@ -16,10 +16,7 @@ import torch
 from draftsmith.kernels.acceptance import keep_probability, overlap
 from draftsmith.kernels.divergence.fused import Divergence, HeadLogits, divergence
 from draftsmith.kernels.divergence.kind import PARAMETERS, DivergenceKind, kind_of
-from draftsmith.kernels.divergence.rows import (
-    RowInputs,
-    divergence_rows,
-)
+from draftsmith.kernels.divergence.rows import RowInputs, divergence_rows
 
 KINDS = [kind_of(name) for name in PARAMETERS] + [kind_of("jsd:0.1"), kind_of("lk-hybrid:10")]
 NAMES = [f"{kind.name}:{kind.parameter:g}" for kind in KINDS]

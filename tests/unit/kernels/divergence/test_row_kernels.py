@@ -25,8 +25,7 @@ from draftsmith.kernels.divergence.rows import (
 from draftsmith.kernels.divergence.rows_compiled import CODES, divergence_rows_compiled
 
 compiler = pytest.mark.skipif(
-    rows_compiled._kernel(torch.float32, torch.float32) is None,
-    reason="there is no C++ compiler",
+    rows_compiled._kernel(torch.float32, torch.float32) is None, reason="there is no C++ compiler"
 )
 every_kind = pytest.mark.parametrize(
     "kind", [kind_of(name) for name in CODES], ids=lambda kind: kind.metric

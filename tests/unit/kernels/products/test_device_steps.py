@@ -30,11 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place of the type, relative: what one rounding may be off.
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-OPENED = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
-}
+OPENED = {"silu": silu, "gelu": gelu, "gelu_tanh": lambda x: gelu(x, approximate="tanh")}
 
 
 @pytest.fixture(scope="module", autouse=True)

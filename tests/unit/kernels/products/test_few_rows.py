@@ -15,10 +15,7 @@ from draftsmith.kernels import host_compiler
 from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products import few_rows as module
 from draftsmith.kernels.products.few_rows import KINDS, MOST_ROWS, FewRows, few_rows
-from draftsmith.kernels.products.readings import (
-    CANDIDATES,
-    LEAST_BYTES,
-)
+from draftsmith.kernels.products.readings import CANDIDATES, LEAST_BYTES
 from draftsmith.kernels.products.row_steps import row_steps
 
 pytestmark = pytest.mark.skipif(
@@ -181,13 +178,7 @@ def test_rows_of_any_layout_and_dimension() -> None:
     assert linear(rows[:0]).shape == (0, 20)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        torch.ones(2, 12),
-        torch.ones(2, 24, dtype=torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize("rows", [torch.ones(2, 12), torch.ones(2, 24, dtype=torch.bfloat16)])
 def test_rows_that_the_kernel_would_misread_are_refused(rows: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="give width 24"):
         made(torch.ones(5, 24), None)(rows)

@@ -16,14 +16,7 @@ from draftsmith.serve.bench import command
 from draftsmith.serve.bench.client import Client, PassResult, TimedAnswer, read_prompts
 from draftsmith.serve.bench.command import check, server_arguments
 from draftsmith.serve.bench.config import BenchConfig, ServedPair
-from draftsmith.serve.bench.report import (
-    BenchCase,
-    acceptance,
-    cost_of,
-    figures,
-    ratios,
-    table,
-)
+from draftsmith.serve.bench.report import BenchCase, acceptance, cost_of, figures, ratios, table
 from draftsmith.serve.config import ServeConfig
 
 

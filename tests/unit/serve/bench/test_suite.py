@@ -15,12 +15,7 @@ from draftsmith.serve.bench import command
 from draftsmith.serve.bench.client import Client, PassResult, TimedAnswer
 from draftsmith.serve.bench.command import check
 from draftsmith.serve.bench.config import BenchConfig
-from draftsmith.serve.bench.report import (
-    BenchCase,
-    by_task,
-    figures,
-    speedups,
-)
+from draftsmith.serve.bench.report import BenchCase, by_task, figures, speedups
 
 
 def user(text: str) -> dict[str, str]:
@@ -153,7 +148,7 @@ def test_a_suite_is_measured_by_task(
         [users, task] for users in ("1", "2") for task in ("chat", "qa", "all tasks")
     ]
     page = out.with_suffix(".html").read_text(encoding="utf-8")
-    assert found["config"]["url"] == "http://x" and "me:pw" not in written + page
+    assert found["config"]["url"] == "http://x" and "me:pw" not in said + page
     assert "draftsmith bench" in page and "<td>all tasks<td>" in page and "image/png" in page
 
 

@@ -240,14 +240,7 @@ def test_classes_of_requests_get_drafts_by_their_own_survival() -> None:
         last.append(plan.ks)
         control.observe(
             RoundResult(
-                plan,
-                12,
-                12,
-                max(plan.ks),
-                machine.round_s(12, plan.ks),
-                False,
-                [],
-                sum(plan.ks),
+                plan, 12, 12, max(plan.ks), machine.round_s(12, plan.ks), False, [], sum(plan.ks)
             )
         )
     easy, hard = sum(sum(ks[:6]) for ks in last), sum(sum(ks[6:]) for ks in last)

@@ -136,10 +136,7 @@ class Served:
 
 
 def tempered(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    *rest: Any,
-    cuts: torch.Tensor | None = None,
+    logits: torch.Tensor, temperatures: torch.Tensor, *rest: Any, cuts: torch.Tensor | None = None
 ) -> torch.Tensor:
     """What is filtered lies in place of the cuts."""
     if cuts is not None:
@@ -160,10 +157,7 @@ def both(
     CPU's."""
 
     def run(
-        family: str | None,
-        *values: dict[str, Any],
-        records: bool = False,
-        **options: Any,
+        family: str | None, *values: dict[str, Any], records: bool = False, **options: Any
     ) -> StandIn:
         sinks = [Records(), Records()] if records else [None, None]
         expected = Served(tiny_target("llama"), family).answers(*values, sink=sinks[0], **options)

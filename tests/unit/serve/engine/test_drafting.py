@@ -41,11 +41,7 @@ def proposer_of(drafter: ServingDrafter) -> Proposer:
 
 def proposed(drafter: ServingDrafter) -> RoundProposal:
     request = SimpleNamespace(
-        id="a",
-        tokens=[1, 2, 3],
-        draft=DraftState(),
-        num_tokens=3,
-        repeatable=False,
+        id="a", tokens=[1, 2, 3], draft=DraftState(), num_tokens=3, repeatable=False
     )
     rows = [SimpleNamespace(request=request, k=2) for _ in range(3)]
     asked = ProposalRequest(

@@ -145,9 +145,7 @@ def test_trees_are_judged_by_what_they_were_drawn_from(
 ) -> None:
     watch = Watch()
     monkeypatch.setattr(
-        tree_distributions,
-        "draw_several",
-        watch.sampler(tree_distributions.draw_several),
+        tree_distributions, "draw_several", watch.sampler(tree_distributions.draw_several)
     )
     run(target, family, watch, tree="sampled:2x1x1")
     assert watch.depths == set(range(3)) and watch.num_compared > 10

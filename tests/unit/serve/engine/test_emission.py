@@ -37,12 +37,7 @@ def play(
 
     for index, prompt in enumerate(PROMPTS):
         params = SamplingParams(
-            temperature=1.0,
-            seed=index,
-            max_tokens=9,
-            ignore_eos=True,
-            stop=stop,
-            logprobs=logprobs,
+            temperature=1.0, seed=index, max_tokens=9, ignore_eos=True, stop=stop, logprobs=logprobs
         )
         requests.append(engine.submit(prompt, params, note))
     for number in range(100):

@@ -15,11 +15,7 @@ from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import CudaCapturer
 from draftsmith.kernels.verify.verdict import DraftTree
-from draftsmith.serve.engine.graphs import (
-    DraftedIds,
-    PassGraphs,
-    PassInputs,
-)
+from draftsmith.serve.engine.graphs import DraftedIds, PassGraphs, PassInputs
 
 BLOCK, MAX_BLOCKS, MAX_BATCH, PER_ROW, TAPS = 4, 8, 5, 6, (0, 3)
 

@@ -83,10 +83,7 @@ def test_others_move_what_it_does_not(params: SamplingParams, engine: EngineCore
     before = by_acceptance(engine)
     serve(engine, params)
     after = by_acceptance(engine)
-    assert {name for name in before if before[name] != after[name]} == {
-        "survival",
-        "records",
-    }
+    assert {name for name in before if before[name] != after[name]} == {"survival", "records"}
     assert engine.stats.num_seeded_requests == engine.stats.num_seeded_tokens == 0
 
 

@@ -6,11 +6,7 @@ import pytest
 
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.control.auto import AutoControl
-from draftsmith.serve.control.control import (
-    Control,
-    RoundResult,
-    RowResult,
-)
+from draftsmith.serve.control.control import Control, RoundResult, RowResult
 from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow, Scheduler
 from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.params import SamplingParams

@@ -15,12 +15,7 @@ from draftsmith.drafters.trees.nodes import NodeLayout, TreeSpan, tree_pass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.verify.verdict import DraftTree, depths
-from draftsmith.serve.engine.proposal import (
-    BadProposal,
-    DraftCheck,
-    Drafted,
-    checked,
-)
+from draftsmith.serve.engine.proposal import BadProposal, DraftCheck, Drafted, checked
 from draftsmith.serve.engine.runner import moves_of, pack
 from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.engine.verify import move_kept

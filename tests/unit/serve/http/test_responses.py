@@ -11,11 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.serve.http.chat import ChatResponder
-from draftsmith.serve.http.responses import (
-    CompletionResponder,
-    Responder,
-    ResponseOptions,
-)
+from draftsmith.serve.http.responses import CompletionResponder, Responder, ResponseOptions
 from draftsmith.serve.http.tokens import TokenPrompt, TokenTexts
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.params import SamplingParams

@@ -20,10 +20,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.requests.request import Completion, FinishReason
 from draftsmith.serve.sampling.grammar import Grammar
-from draftsmith.serve.sampling.grammar_matcher import (
-    GrammarCompiler,
-    GrammarMatcher,
-)
+from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler, GrammarMatcher
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.stand_in_drafts import Offering
 

@@ -65,8 +65,7 @@ def test_calls_of_every_format_are_read(name: str, text: str) -> None:
 def test_text_around_calls_is_content_without_the_space_beside_them() -> None:
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     assert read(form_of("hermes"), f"Let me see.\n\n{call}\n{call}\n and more \n") == AnswerPiece(
-        "Let me see.and more \n",
-        calls=read(form_of("hermes"), call + call).calls,
+        "Let me see.and more \n", calls=read(form_of("hermes"), call + call).calls
     )
     assert read(form_of("hermes"), f"\n\n{call}\n").content == ""
     assert read(form_of("mistral"), "Well\n[TOOL_CALLS]f{}").content == "Well"

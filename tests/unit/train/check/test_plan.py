@@ -128,10 +128,7 @@ def test_a_table_for_people(
     ],
 )
 def test_what_cannot_be_planned_is_refused(
-    words: list[str],
-    says: str,
-    tiny_target: Callable[..., str],
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], says: str, tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--target", tiny_target("llama"), *words]) == 2
     assert says in capsys.readouterr().err

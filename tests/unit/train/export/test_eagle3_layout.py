@@ -174,10 +174,7 @@ def test_layers_are_written_for_both_engines_whichever_was_named(
             with_heads("proj.bias", {"q": 32, "k": 16, "v": 16, "o": 32}, attention_bias=True),
             "attention_bias=True",
         ),
-        (
-            replace("fc_norm.0.weight", torch.ones(HIDDEN)),
-            "has no place",
-        ),
+        (replace("fc_norm.0.weight", torch.ones(HIDDEN)), "has no place"),
         (assign(vocab_size=300), "vocab_size=300"),
         (replace("norm.weight", torch.full((HIDDEN,), float("nan"))), "'norm.weight'"),
         (replace("d2t", torch.zeros(100, dtype=torch.int64) - 1), "does not map draft tokens"),

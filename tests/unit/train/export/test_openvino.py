@@ -39,11 +39,7 @@ from draftsmith.train.export.openvino import (
 from draftsmith.train.export.portable import check_represented
 
 # Numbers as exact as the weights; threads of its own would wait for the cores of other tests.
-EXACT = {
-    "INFERENCE_PRECISION_HINT": "f32",
-    "KV_CACHE_PRECISION": "f32",
-    "INFERENCE_NUM_THREADS": 1,
-}
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": 1}
 
 BIN = "openvino_model.bin"
 EAGLE3: dict[str, Any] = {"taps": (1, 2, 3), "draft_vocab_size": 100}

@@ -35,10 +35,7 @@ from draftsmith.train.data.dataset import Corpus, read_corpus
 from draftsmith.train.data.mixture import Mixture, read_mixture
 from draftsmith.train.data.stored_taps import LARGEST_FP8, tap_file
 from draftsmith.train.objective.rounds_of_text import Exponential
-from draftsmith.train.objective.stored_teacher import (
-    DistributionSource,
-    TapSource,
-)
+from draftsmith.train.objective.stored_teacher import DistributionSource, TapSource
 from draftsmith.train.objective.stored_teacher import stored_source as source_of_folders
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.objective.unrolled_loss import UnrolledLoss, unrolled_loss
