@@ -7,6 +7,7 @@ the draft's tokens only: 8,192 of 49,152, say. Loss and gradients are the same t
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ class NarrowLogits:
         self.target, self.vocab_map = target, vocab_map
         self.num_tokens, self.kept = num_tokens, kept
         self.narrow = target.part_of_head(vocab_map)
-        self._rest: np.memmap | None = None
+        self._rest: np.ndarray | None = None
 
     def __call__(self, states: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """States [d, H] behind the tokens `index` [d] of the stored ones, -1 of others -> (logits
@@ -48,12 +49,16 @@ class NarrowLogits:
         self._known()[at[at >= 0]] = found[at >= 0]
         return logits, False
 
-    def _known(self) -> np.memmap:
-        """[num_tokens] float32, 0 where none is known yet."""
+    def _known(self) -> np.ndarray:
+        """[num_tokens] float32, 0 where none is known yet; in memory alone where the disk is
+        full."""
         if self._rest is None:
-            self.kept.parent.mkdir(parents=True, exist_ok=True)
-            # Never emptied: another process may have filled it in the meantime.
-            with open(self.kept, "ab") as handle:
-                handle.truncate(4 * self.num_tokens)
-            self._rest = np.memmap(self.kept, np.float32, "r+")
+            try:
+                self.kept.parent.mkdir(parents=True, exist_ok=True)
+                # Never emptied: another process may have filled it in the meantime.
+                with open(self.kept, "ab") as handle:
+                    os.posix_fallocate(handle.fileno(), 0, 4 * self.num_tokens)
+                self._rest = np.memmap(self.kept, np.float32, "r+")
+            except OSError:
+                self._rest = np.zeros(self.num_tokens, np.float32)
         return self._rest

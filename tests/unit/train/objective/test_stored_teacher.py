@@ -175,6 +175,9 @@ def test_a_draft_vocabulary_is_taught_alike_by_the_whole_head_and_by_its_rows(
         for found, expected in zip(narrow.sums, whole.sums, strict=True):
             assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
         assert torch.allclose(narrow.keep, whole.keep, atol=1e-6)
+    full = tmp_path / "file" / "rest.f32"
+    full.parent.write_bytes(b"")
+    assert measured(drafter.vocab_map, full).total.item() == pytest.approx(narrow.total.item())
     # A rest that weighs more shows that the kept numbers are the ones used.
     known = np.memmap(kept, np.float32, "r+")
     known[known != 0] += 5
