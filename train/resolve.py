@@ -172,11 +172,13 @@ def check_objective(config: TrainConfig) -> None:
 def check_stored_sparse(config: TrainConfig) -> None:
     """Refuses options that need whole distributions where the data stores the likeliest tokens and
     their tail."""
-    check_sparse(
-        config,
-        f"{named(config.data)} stores the likeliest tokens",
-        "store its taps too (draftsmith generate --store-taps), or use --teacher live",
-    )
+    mend = "store its taps too (draftsmith generate --store-taps), or use --teacher live"
+    check_sparse(config, f"{named(config.data)} stores the likeliest tokens", mend)
+    if config.with_prompts:
+        raise UserError(
+            f"option 'with_prompts' is given and {named(config.data)} stores distributions of "
+            f"answers alone; {mend}"
+        )
 
 
 def check_sparse(config: TrainConfig, why: str, mend: str) -> None:

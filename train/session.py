@@ -115,7 +115,10 @@ def load_corpus(config: TrainConfig, target: Target) -> Mixture:
         held_out_share=config.held_out,
         split_long=config.long == "split",
     )
-    return mixture if config.share == 1 else mixture.part(config.share)
+    mixture = mixture if config.share == 1 else mixture.part(config.share)
+    for corpus in mixture.corpora:
+        corpus.train.with_prompts = config.with_prompts
+    return mixture
 
 
 def warn_of_cut_texts(config: TrainConfig, mixture: Mixture) -> None:

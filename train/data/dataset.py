@@ -39,7 +39,10 @@ class TokenSequence(NamedTuple):
 
 
 class Sequences(torch.utils.data.Dataset):
-    """Some pieces of a data folder, read on access; it holds a few numbers per piece."""
+    """Some pieces of a data folder, read on access; it holds a few numbers per piece.
+    `with_prompts`: the loss is over every token, not over the target's own alone."""
+
+    with_prompts = False
 
     def __init__(self, rows: Any, indices: np.ndarray, pieces: Pieces):
         self.rows = rows.with_format("numpy", columns=list(REQUIRED))
@@ -57,6 +60,7 @@ class Sequences(torch.utils.data.Dataset):
         row = self.rows[int(pieces.row[piece])]
         part = slice(int(pieces.begin[piece]), int(pieces.begin[piece] + pieces.length[piece]))
         loss_mask = torch.from_numpy(row["loss_mask"][part].astype(bool))
+        loss_mask |= self.with_prompts
         loss_mask[: pieces.fresh[piece]] = False
         input_ids = torch.from_numpy(row["input_ids"][part].astype(np.int64))
         return TokenSequence(
