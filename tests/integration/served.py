@@ -48,7 +48,9 @@ def make_drafter(family: str, target: Target, **options: Any) -> ServingDrafter:
         text = Suffix(SuffixOptions(max_spec_offset=1.0, max_cached_requests=0))
         if family == "suffix":
             return text
-        return TextFirst(make_drafter("draft-lm", target, **options), text, share=0.3)
+        both = TextFirst(make_drafter("draft-lm", target, **options), text)
+        both.model_share = 0.3  # so that text drafts from the first rounds on
+        return both
     if family == "draft-lm" and not options:
         options = {"hidden_size": 16, "num_attention_heads": 2}
     counts = torch.arange(target.vocab_size).flip(0)

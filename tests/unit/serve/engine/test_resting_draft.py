@@ -65,7 +65,7 @@ def test_nobody_drafts_while_the_draft_rests(
 def test_what_text_drafts_in_front_of_a_draft_is_not_the_drafts(
     target: Target, head: Eagle3, records: list[RoundRecord]
 ) -> None:
-    drafter = TextFirst(head, Suffix(), share=0.5)
+    drafter = TextFirst(head, Suffix())
     engine = build_engine(target, drafter, CONFIG, sink=records, draft_version="7")
     engine.generate([[7, 8, 9] * 5], GREEDY)
     own, text = engine.stats.by_version["7"], engine.stats.by_version[TEXT]
