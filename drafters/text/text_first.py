@@ -9,6 +9,7 @@ The model reads every true state all the same, so that it can go on at any time.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -28,14 +29,20 @@ from draftsmith.kernels.cuda_graphs import GraphRoom
 FADE = 0.05  # weight of one more draft in the running means
 
 
+class _Asked(NamedTuple):
+    length: int  # of the text that was drafted behind
+    k: int
+    expected: float  # tokens to be kept, of the model all k
+    by_text: bool
+
+
 class TextFirst(ForwardCapturable, Capturable):
     def __init__(self, model: ServingDrafter, text: Suffix):
         self.model, self.text = model, text
         self.family, self.taps = model.family, model.taps
         self.model_share = 0.8  # of the tokens asked of the model that were kept
         self.text_share = 1.0  # of the tokens that text expected to be kept
-        # by request: length of its text, tokens expected to be kept, whether text drafted them
-        self._drafted: dict[str, tuple[int, float, bool]] = {}
+        self._asked: dict[str, _Asked] = {}  # by request, of its last round
 
     @property
     def ends_chains(self) -> bool:
@@ -67,8 +74,8 @@ class TextFirst(ForwardCapturable, Capturable):
             for draft, k in zip(drafts, counts, strict=True)
         ]
         rows = zip(inputs.request_ids, inputs.histories, drafts, counts, taken)
-        self._drafted |= {
-            name: (len(history), draft.score if by_text else float(k), by_text)
+        self._asked |= {
+            name: _Asked(len(history), k, draft.score if by_text else float(k), by_text)
             for name, history, draft, k, by_text in rows
             if k > 0
         }
@@ -83,22 +90,24 @@ class TextFirst(ForwardCapturable, Capturable):
         )
 
     def _learn(self, inputs: DraftInputs) -> None:
-        """Takes what was kept since the last round into the means."""
+        """Takes what was kept since the last round into the means. A round that committed nothing,
+        or others between that drafted nothing, say nothing of it."""
         for name, history in zip(inputs.request_ids, inputs.histories):
-            length, expected, by_text = self._drafted.pop(name, (0, 0.0, False))
-            if expected > 0:
-                kept = min(1.0, (len(history) - length - 1) / expected)
-                if by_text:
-                    self.text_share += FADE * (kept - self.text_share)
-                else:
-                    self.model_share += FADE * (kept - self.model_share)
+            asked = self._asked.pop(name, None)
+            if asked is None or not 0 <= (kept := len(history) - asked.length - 1) <= asked.k:
+                continue
+            share = min(1.0, kept / asked.expected)
+            if asked.by_text:
+                self.text_share += FADE * (share - self.text_share)
+            else:
+                self.model_share += FADE * (share - self.model_share)
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """Tokens copied from text were never read by the model."""
         return min(self.model.cached_after(last, drafted, accepted), last + 1)
 
     def finished(self, request_id: str, tokens: list[int]) -> None:
-        self._drafted.pop(request_id, None)
+        self._asked.pop(request_id, None)
         self.text.finished(request_id, tokens)
 
 

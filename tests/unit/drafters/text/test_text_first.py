@@ -3,6 +3,7 @@ drafted."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal, Remembering
@@ -71,21 +72,34 @@ def test_greedy_models_need_no_distributions():
     assert proposal.tokens.tolist() == [[5, 1, 2], [9, 9, 9]] and proposal.logits is None
 
 
+def rounds_of(drafter: TextFirst, count: int, committed: list[int]) -> list[bool]:
+    """Whether text drafted the first round of each request, which `committed` then follows."""
+    copied = []
+    for number in range(count):
+        # Behind the last token comes 2 alone: text expects one token of k = 3.
+        for text in ([1, 2, 7, 1], [1, 2, 7, 1, *committed]):
+            proposal = drafter.propose(text_round([text], [3], request_ids=[str(number)]))
+            copied.append(proposal.copied == {0})
+    return copied[::2]
+
+
 def test_who_kept_more_lately_drafts():
-    """Text expects two more tokens with certainty, and the model drafts three. Where nothing of the
-    model's drafts is kept, text comes first though it expects less than k; where nothing of the
-    text's is kept either, it goes back."""
-    drafter, copied = TextFirst(Model(), Suffix()), []
-    for number in range(60):
-        # Behind 1 comes 2 alone; what is asked goes on with one token that nobody drafted.
-        texts = [[1, 2, 7, 1], [1, 2, 7, 1, 8]]
-        for text in texts:
-            names = [str(number)]
-            proposal = drafter.propose(text_round([text], [3], request_ids=names))
-            if text is texts[0]:
-                copied.append(proposal.copied == {0})
-    assert not copied[0] and any(copied)
-    assert drafter.model_share < 0.3 and drafter.text_share < 0.9
+    """Text takes over where nothing of the model's drafts is kept, and gives way where nothing of
+    its own is either; it never comes in where the model's are kept."""
+    drafter = TextFirst(Model(), Suffix())
+    copied = rounds_of(drafter, 60, [8])
+    assert not copied[0] and any(copied) and drafter.text_share < 0.9 > 2 * drafter.model_share
+    assert any(copied[30:]) and not all(copied[30:])
+    drafter = TextFirst(Model(), Suffix())
+    assert not any(rounds_of(drafter, 60, [9, 9, 9, 8])) and drafter.model_share > 0.95
+
+
+@pytest.mark.parametrize("committed", [[], [9, 9, 9, 8, 8]])
+def test_rounds_that_say_nothing_of_a_draft_teach_nothing(committed):
+    """One that was given up, or several before the next draft."""
+    drafter = TextFirst(Model(), Suffix())
+    rounds_of(drafter, 20, committed)
+    assert (drafter.model_share, drafter.text_share) == (0.8, 1.0)
 
 
 def test_it_stands_in_for_its_model():
