@@ -161,9 +161,7 @@ class TrainConfig:
         "of a smaller share are among those of a larger one",
         limits=PART,
     )
-    with_prompts: bool = option(
-        False, "train on the tokens of prompts too: more to learn from where answers are few"
-    )
+    with_prompts: bool = option(False, "train on the tokens of prompts too, for few answers")
     seed: int = option(
         0, "seed of the new draft and of the order of the data", limits=Limits(0, 2**32)
     )

@@ -94,7 +94,7 @@ def test_updates_are_those_of_torch_without_its_rounding(shape: tuple[int, int])
 
 def train_as(rank: int, processes: int, folder: str) -> None:
     """Three steps as one of several processes; what it has then lies in a file."""
-    store = dist.FileStore(f"{folder}/store", processes)
+    store = dist.FileStore(f"{folder}/store-{processes}", processes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     module = draft()
     # A tall matrix, a wide one and a square one.

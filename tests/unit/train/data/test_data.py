@@ -109,6 +109,18 @@ def test_pieces_cover_a_text_whatever_the_lengths(size, max_length):
     assert pieces.trained.sum() == size - 1
 
 
+def test_prompts_count_where_it_is_asked(write_data):
+    """Those that are held out do not: what is measured there are answers."""
+    corpus = read(write_data([row(f"d{number}") for number in range(8)]))
+    assert corpus.train[0].loss_mask.tolist() == [False] * 2 + [True] * 4
+    corpus.train.with_prompts = True
+    assert all(one.loss_mask.all() for one in corpus.train)
+    assert [one.loss_mask.tolist() for one in corpus.held_out] == [[False] * 2 + [True] * 4] * len(
+        corpus.held_out
+    )
+    assert len(corpus.held_out)
+
+
 def test_tokens_of_the_training_answers_are_counted(write_data):
     rows = [
         row(
