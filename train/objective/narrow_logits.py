@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.dispatch import reads_freely
 
-ROWS = 8  # whose logits are read at once
+# Whose logits are read at once: few stay in a processor's cache.
+HOST_ROWS, DEVICE_ROWS = 8, 256
 
 
 class NarrowLogits:
@@ -38,10 +40,11 @@ class NarrowLogits:
             logits[:, -1] = torch.from_numpy(rest).to(logits)
             return logits, True
         logits = self.target.head(states)
+        rows = HOST_ROWS if reads_freely(logits.device) else DEVICE_ROWS
         others = torch.cat(
             [
                 part.float().index_fill(-1, self.vocab_map, -torch.inf).logsumexp(dim=-1)
-                for part in logits.split(ROWS)
+                for part in logits.split(rows)
             ]
         )
         # 0 stands for an unknown one.

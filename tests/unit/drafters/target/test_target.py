@@ -8,8 +8,9 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
@@ -246,3 +247,31 @@ def test_revision_follows_the_weights_not_the_dtype(tiny_target):
     other = Target.load(tiny_target("llama", seed=1))
     assert single.revision == half.revision != other.revision
     assert half.dtype == torch.bfloat16
+
+
+def test_part_of_the_head_gives_the_same_logits(pair):
+    """Scales and soft caps of the model's own included."""
+    target, _ = pair
+    ids = torch.tensor([0, 3, 40, target.vocab_size - 1])
+    states = torch.randn(5, target.hidden_size, generator=torch.Generator().manual_seed(3))
+    states = states.to(target.dtype)
+    found = target.part_of_head(ids)(states)
+    assert found.shape == (5, 5)
+    torch.testing.assert_close(found[:, :4], target.head(states)[:, ids], **CLOSE)
+
+
+class Masked(LlamaForCausalLM):
+    """Never says one of its tokens, as models of images and text do not say images."""
+
+    def forward(self, *args, **options):
+        output = super().forward(*args, **options)
+        output.logits.index_fill_(-1, torch.tensor([200]), -1e30)
+        return output
+
+
+def test_a_head_that_names_its_tokens_has_no_part(tiny_target):
+    model = load_model(tiny_target("llama"), trust_remote_code=False)
+    model.__class__ = Masked
+    target = Target(model, tiny_target("llama"))
+    for ids in ([0, 1, 2], range(10, 270)):
+        assert target.part_of_head(torch.tensor(list(ids))) is None
