@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from draftsmith.client import VARIABLE
+from draftsmith.client import KEEP_ALIVE_S, VARIABLE
 from draftsmith.config import (
     AT_LEAST_1,
     BELOW_1,
@@ -214,7 +214,7 @@ class HttpOptions:
         limits=SECONDS,
     )
     keep_alive_s: int = option(
-        5,
+        KEEP_ALIVE_S,
         "seconds that a connection stays open for a client's next request",
         limits=Limits(1, 10**9),
     )

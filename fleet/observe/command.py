@@ -12,7 +12,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, start_http_server
 
 from draftsmith.chat_answers import ChatAnswers
-from draftsmith.client import base_of
+from draftsmith.client import KEEP_ALIVE_S, base_of
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.errors import UserError
@@ -80,6 +80,7 @@ def server(proxy: Proxy) -> DrainingServer:
             date_header=False,
             proxy_headers=False,
             ws="none",
+            timeout_keep_alive=KEEP_ALIVE_S,
             # uvicorn's own end answers with an error of its own.
             timeout_graceful_shutdown=None,
         )

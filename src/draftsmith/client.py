@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 VARIABLE = "DRAFTSMITH_API_KEY"
 API_KEY_HELP = f"bearer token of that server [default: {VARIABLE} of the environment]"
 MOST_TRIES = 4
+# A server of ours waits longer for the next request than clients and proxies keep a connection (5 s
+# to 60 s): the client closes first, and no request meets a connection that is being closed.
+KEEP_ALIVE_S = 75
 
 
 def known_key(api_key: str | None) -> str | None:
