@@ -2,7 +2,8 @@
 
 Which way is fastest is a matter of the processor, and no name of a vendor gives it. Ways are timed
 when work of a shape is first met. Choices are kept in the folder of compiled libraries, by
-processor, version of torch, threads, sources and shape: the next start times nothing.
+processor, version of torch, threads, sources and shape: the next start times nothing, but what was
+timed while other work had the cores.
 
 `DRAFTSMITH_MEASURE` is "again" to time anew what is kept, and "off" to take the first way of each.
 """
@@ -21,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ SCHEMA_VERSION = 1
 MOST_S = 1.0  # of timing in a process, for each kind of work
 TURNS = 5
 MOST_TRIES = 5  # of a turn, where other work comes between
+AFTER_S = 600.0  # processes that train together start within it, and must choose alike
 FAR_BEHIND = 1.25  # a way that takes this much longer than the fastest is not timed again
 
 Way = Callable[[], object]
@@ -45,6 +47,11 @@ Clock = Callable[[str, Way], float]
 def interruptions() -> int:
     """Number of times that threads of this process had to make room for other work."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def is_busy() -> bool:
+    """True where more work waits for cores than there are, over the last minute."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
 def timed(name: str, way: Way, count: Callable[[], int] = interruptions) -> float:
@@ -66,14 +73,21 @@ class MeasuredChoice(NamedTuple):
     threads: int
     way: str
     seconds: dict[str, float]  # the least of each way
+    busy_s: float = 0.0  # when it was timed, in Unix time, where the machine was busy then
 
 
 class Choices:
     """Choices of one processor, kept in `folder`, by default in that of compiled libraries.
     `clock` gives the seconds of a named way, `most_s` is as `MOST_S`."""
 
-    def __init__(self, folder: Path | None = None, clock: Clock = timed, most_s: float = MOST_S):
-        self._folder, self._clock, self._most_s = folder, clock, most_s
+    def __init__(
+        self,
+        folder: Path | None = None,
+        clock: Clock = timed,
+        most_s: float = MOST_S,
+        busy: Callable[[], bool] = is_busy,
+    ):
+        self._folder, self._clock, self._most_s, self._busy = folder, clock, most_s, busy
         self._known: dict[str, MeasuredChoice] | None = None
         self._made: set[str] = set()  # keys of what this process has timed
         self._taken: set[str] = set()
@@ -119,16 +133,18 @@ class Choices:
             key = _key(kind, shape, threads, sources)
             found = self._all().get(key)
             self._taken.add(key)
-            kept = mode != "again" or key in self._made
-            if found is not None and found.way in names and kept:
-                return found
+            if found is not None and found.way in names:
+                again = mode == "again" or _is_doubtful(found)
+                if not again or key in self._made or self._spent_s[kind] >= self._most_s:
+                    return found
             if self._spent_s[kind] >= self._most_s:
                 return None
             begun_s = perf_counter()
             seconds = _least(prepare(), self._clock)
             self._spent_s[kind] += perf_counter() - begun_s
             way = min(seconds, key=seconds.__getitem__, default=names[0])
-            made = MeasuredChoice(kind, _text(shape), threads, way, seconds)
+            busy_s = time() if self._busy() else 0.0
+            made = MeasuredChoice(kind, _text(shape), threads, way, seconds, busy_s)
             log.debug("%s %s: %s of %s", kind, made.shape, way, seconds)
             self._made.add(key)
             return self._keep(key, made, replace=mode == "again")
@@ -163,7 +179,8 @@ class Choices:
             path = self._path()
             with _alone(path):
                 known = _read(path) if path.exists() else {}
-                if replace or key not in known or known[key].way not in made.seconds:
+                other = known.get(key)
+                if replace or not other or other.way not in made.seconds or _is_doubtful(other):
                     known[key] = made
                     _write(path, known)
         except OSError as error:  # a home that cannot be written
@@ -180,6 +197,10 @@ def _key(kind: str, shape: Sequence[object], threads: int, sources: Sequence[Pat
     contents = b"".join(source.read_bytes() for source in sources)
     digest = hashlib.sha256(contents).hexdigest()[:8]
     return f"{kind} {_text(shape)}, {threads} threads, {digest}"
+
+
+def _is_doubtful(choice: MeasuredChoice) -> bool:
+    return bool(choice.busy_s) and time() - choice.busy_s > AFTER_S
 
 
 def _line(choice: MeasuredChoice) -> str:

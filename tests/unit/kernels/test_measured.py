@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.kernels.measured import MOST_S, TURNS, VARIABLE, Choices, Way, timed
+from draftsmith.kernels.measured import AFTER_S, MOST_S, TURNS, VARIABLE, Choices, Way, timed
 
 NAMES = ("own", "torch", "packed")
 
@@ -83,6 +83,23 @@ def test_a_choice_is_kept_for_the_next_process_and_made_again_when_asked(
     assert chosen(again) == chosen(again, never) == "own"
     monkeypatch.delenv(VARIABLE)
     assert chosen(Choices(tmp_path), never) == "own"
+
+
+def test_what_was_timed_on_a_busy_machine_is_timed_again_by_a_later_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = MadeUpTimes(own=3, torch=2, packed=1)
+    assert chosen(Choices(tmp_path, beside, busy=lambda: True)) == "packed"
+    alone = MadeUpTimes(own=1, torch=2, packed=3)
+    together = Choices(tmp_path, alone, busy=lambda: False)
+    assert chosen(together, never) == "packed", "else processes that train together would differ"
+    a_later_start = time.time() + AFTER_S + 1
+    monkeypatch.setattr("draftsmith.kernels.measured.time", lambda: a_later_start)
+    later = Choices(tmp_path, alone, busy=lambda: False)
+    with_it = Choices(tmp_path, MadeUpTimes(own=3, torch=1, packed=2), busy=lambda: False)
+    assert later.known() == with_it.known() != []
+    assert chosen(later) == chosen(later, never) == chosen(with_it) == "own"
+    assert chosen(Choices(tmp_path, beside), never) == "own", "what was timed alone is kept"
 
 
 def test_other_sources_shapes_and_threads_are_other_choices(tmp_path: Path) -> None:
