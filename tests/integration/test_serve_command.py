@@ -136,9 +136,7 @@ def test_a_connection_stays_open_as_long_as_told(tiny_target: Callable[..., str]
 
 
 def test_clients_close_their_connections_before_the_server_does() -> None:
-    """httpx keeps idle ones for 5 s, usual proxies for 60 s. A request that meets the end of its
-    connection is lost."""
-    assert HttpOptions().keep_alive_s > 60
+    assert HttpOptions().keep_alive_s > 60  # which usual proxies keep theirs; httpx 5 s
 
 
 def test_a_port_in_use_is_one_sentence(
