@@ -33,6 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.closing_server import Closing
+from tests.noise import spread
 
 VOCAB_SIZE = 288
 SPECIAL_TOKENS = ["<|endoftext|>", "<|pad|>", "<|mask|>"]
@@ -267,21 +268,13 @@ def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
 
 
 def make_model(arch: str, seed: int = 0) -> Any:
-    """Weights far larger than an untrained model's: its distributions must differ from token to
-    token for a test to be able to fail."""
     shape = {
         key: value for key, value in {**SHAPE, **ARCHITECTURES[arch]}.items() if value is not None
     }
     config = AutoConfig.for_model(**copy.deepcopy(shape), bos_token_id=None)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return spread(model).eval()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,3 +19,15 @@ def noisy(module: M, seed: int, size: float | None = None) -> M:
         noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         parameter += (noise * (spread if size is None else size)).to(parameter.device)
     return module
+
+
+@torch.no_grad()
+def spread(module: M) -> M:
+    """Draws weights far larger than an untrained model's: its distributions must differ from token
+    to token for a test to be able to fail."""
+    for parameter in module.parameters():
+        if parameter.ndim >= 2:
+            parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return module

@@ -37,6 +37,7 @@ from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.noise import spread
 from tests.stand_in_drafts import Junk
 
 KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -184,13 +185,7 @@ def build(kind: str, folder: Path) -> None:
         raise ValueError(f"the tiny configuration has {size:,} parameters")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    spread(model).save_pretrained(folder)
     words = WordLevel({str(token): token for token in range(VOCAB_SIZE)}, unk_token="0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)
 

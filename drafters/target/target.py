@@ -160,7 +160,8 @@ class Target(CausalLM):
     @cached_property
     def _ways(self) -> Ways:
         if not self.state_layers:
-            return Ways()
+            # Llama 4 counts chunks and scales attention from the padding on.
+            return Ways(padded=not getattr(self.config, "attention_chunk_size", None))
         if self.state_layers.no_single:
             return Ways(padded=False, use_cache=False)
         return ways_of(self.model, TOLERANCE[self.dtype])

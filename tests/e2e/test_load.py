@@ -37,14 +37,31 @@ DRAFTS = 4
 pytestmark = [pytest.mark.long, pytest.mark.timeout(60 * MINUTES + 600)]
 
 
-class Publisher:
-    """Publishes drafts in turn, one of them broken, until it is stopped."""
+class Repeated:
+    """Calls something every so many seconds within a block."""
 
-    def __init__(self, root: Path, target: Target, drafts: list[Eagle3], every_s: float):
-        self.root, self.target, self.drafts, self.every_s = root, target, drafts, every_s
-        self.num_published = 0
-        self._stopping = threading.Event()
+    def __init__(self, call: Callable[[], None], every_s: float):
+        self._call, self._every_s, self._stopping = call, every_s, threading.Event()
         self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *ignored: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._every_s):
+            self._call()
+
+
+class Publisher:
+    """Publishes drafts in turn, one of them broken."""
+
+    def __init__(self, root: Path, target: Target, drafts: list[Eagle3]):
+        self.root, self.target, self.drafts = root, target, drafts
+        self.num_published = 0
 
     def publish(self) -> None:
         versions.publish(
@@ -66,42 +83,17 @@ class Publisher:
             weights["fc.weight"][0, 0] = torch.nan
             save_file(weights, folder / "model.safetensors")
 
-    def __enter__(self) -> Publisher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *ignored: object) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(self.every_s):
-            self.publish()
-
 
 class MemoryLog:
-    """The resident memory of a process, once a second."""
+    """Resident memory of a process at each look."""
 
     def __init__(self, pid: int):
         self.pid = pid
         self.resident_bytes: list[int] = []
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> MemoryLog:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *ignored: object) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(1.0):
-            self.resident_bytes.append(
-                int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-                * os.sysconf("SC_PAGE_SIZE")
-            )
+    def look(self) -> None:
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        self.resident_bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
 
     def growth(self) -> float:
         """Of a line through the second half, as a share of the memory there: what was still growing
@@ -159,13 +151,14 @@ async def crowd(url: str) -> Counter[str]:
 def test_a_crowd_leaves_nothing_behind(
     start_server: Callable, drafts: tuple[Target, list[Eagle3]], tmp_path: Path
 ) -> None:
-    publisher = Publisher(tmp_path / "versions", *drafts, every_s=max(2.0, MINUTES))
+    publisher = Publisher(tmp_path / "versions", *drafts)
     publisher.publish()
     # Few blocks, so that requests are put back again and again.
     small = ["--max-batch", "16", "--block-size", "8", "--num-blocks", "40", "--max-length", "128"]
     followed = ["--versions", str(publisher.root), "--poll-s", "0.3", "--k", "auto"]
     server = start_server(*followed, *small)
-    with publisher, MemoryLog(server.process.pid) as memory:
+    memory = MemoryLog(server.process.pid)
+    with Repeated(publisher.publish, max(2.0, MINUTES)), Repeated(memory.look, 1.0):
         ends = asyncio.run(crowd(server.url))
     kinds = ("running", "waiting")
     wait_until(lambda: not any(server.metric(f"vllm:num_requests_{kind}") for kind in kinds), 120)

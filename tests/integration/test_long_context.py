@@ -30,6 +30,7 @@ from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.conftest import SHAPE, make_tokenizer
 from tests.first_rounds import text_round
+from tests.noise import spread
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -51,12 +52,8 @@ def case(tmp_path_factory) -> tuple[Target, list[int], list[int]]:
     }  # fmt: skip
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
     folder = tmp_path_factory.mktemp("long")
-    model.save_pretrained(folder)
+    spread(model).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     drawn = random.Random(0)
     text = [drawn.randrange(100, 288) for _ in range(LENGTH - NUM_NEW - QUOTED)]

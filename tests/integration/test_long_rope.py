@@ -27,6 +27,7 @@ from draftsmith.train.config import EvalConfig, TrainConfig
 from draftsmith.train.evaluate.command import run as evaluate
 from draftsmith.train.session import load_corpus
 from tests.integration.served import NOISE, by_transformers
+from tests.noise import spread
 from tests.stand_in_drafts import Junk
 
 ORIGINAL, LONGEST, VOCAB_SIZE = 32, 256, 288
@@ -57,10 +58,7 @@ def load(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., Targe
     def get(name: str, max_length: int | None = None) -> Target:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SHAPE, **TARGETS[name]}))
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                torch.nn.init.normal_(parameter, 0.0, 1.5 * parameter.shape[-1] ** -0.5)
-        model.save_pretrained(tmp_path / name)
+        spread(model).save_pretrained(tmp_path / name)
         load_tokenizer(tiny_target("llama"), trust_remote_code=False).save_pretrained(
             tmp_path / name
         )

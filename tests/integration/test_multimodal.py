@@ -24,6 +24,7 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.conftest import SHAPE, make_tokenizer
 from tests.integration.served import by_transformers
+from tests.noise import spread
 
 NUM_NEW = 12
 PROMPTS = [[5, 9, 13, 200, 31], list(range(20, 64))]
@@ -87,12 +88,8 @@ def published(tmp_path_factory) -> Callable[[str], tuple[str, Any]]:
             )
             torch.manual_seed(0)
             model = AutoModelForImageTextToText.from_config(config).eval()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.ndim >= 2:
-                        parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
             folder: Path = tmp_path_factory.mktemp(kind)
-            model.save_pretrained(folder)
+            spread(model).save_pretrained(folder)
             make_tokenizer().save_pretrained(folder)
             made[kind] = (str(folder), model)
         return made[kind]

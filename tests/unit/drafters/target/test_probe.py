@@ -18,6 +18,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import Chunk
+from tests.noise import spread
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -93,13 +94,7 @@ def save_tiny(model_type: str, changes: dict[str, Any], folder) -> None:
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**{**SHAPE, "model_type": model_type, **changes})
     )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    spread(model).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("rope", ROPES)
