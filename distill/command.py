@@ -4,7 +4,8 @@ turns out worse."""
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from safetensors import SafetensorError
@@ -24,11 +25,24 @@ def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
     there."""
     check(config)
     stop = stop or threading.Event()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    with folder_lock(config.versions, "learner", option="versions"), stopping(stop):
+    with (
+        on_threads(config.threads),
+        folder_lock(config.versions, "learner", option="versions"),
+        stopping(stop),
+    ):
         learn(config, stop)
     return 0
+
+
+@contextmanager
+def on_threads(count: int | None) -> Iterator[None]:
+    """So many threads inside, by default half of those outside: the others are the server's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or max(1, before // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def learn(config: DistillConfig, stop: threading.Event) -> None:

@@ -18,10 +18,12 @@ from draftsmith.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. A `UserError` is printed as one sentence and gives
-    2."""
+    2. Without `argv` the process is the command's own, and takes its priority."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = COMMANDS.get("".join(words[:1]))
     saves = command is not None and command.saves
+    if argv is None and command is not None:
+        os.nice(command.nice)
     try:
         try:
             return _dispatch(words)

@@ -21,6 +21,7 @@ class Command(NamedTuple):
     alone: bool = False  # refused where a launcher has started several processes
     saves: bool = False  # started again, it goes on from what it saved
     loads: bool = False  # imports torch and transformers, which takes seconds, before it says more
+    nice: int = 0  # what its process gives way by to others on the same cores
 
 
 COMMANDS = {
@@ -64,6 +65,7 @@ COMMANDS = {
         alone=True,
         saves=True,
         loads=True,
+        nice=10,
     ),
     "observe": Command(
         "draftsmith.fleet.config:ObserveConfig",

@@ -185,6 +185,19 @@ for name, words in {"plan": ["t"], "bench": ["t"], "top": []}.items():
     assert done.stdout.count("Config(") == 3
 
 
+def test_a_learner_gives_way_to_servers_on_its_cores() -> None:
+    code = """
+import os, sys
+from draftsmith import cli
+os.nice = print
+for sys.argv in [["draftsmith", name] for name in ("distill", "serve")]:
+    cli.main()
+    cli.main(sys.argv[1:])  # in a process of somebody else
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "10\n0\n" and done.stderr.count("error") == 4
+
+
 def test_wrong_options_are_refused_before_torch_is_loaded() -> None:
     code = """
 import sys
