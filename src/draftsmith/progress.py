@@ -89,6 +89,17 @@ def say_loading() -> None:
         say("loading torch and transformers")
 
 
+def say_busy() -> None:
+    """Says what a command is slow by where its threads wait for each other on cores that other work
+    has: five to fifteen times was measured."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores and "OMP_NUM_THREADS" not in os.environ:
+        say(
+            f"other work has the cores (load {load:.1f} on {cores}), where several threads may be "
+            "many times slower than one; OMP_NUM_THREADS=1 makes it one"
+        )
+
+
 def factor(log10: float) -> str:
     """A power of ten as a number: "0.4" and "1e+31"."""
     return f"{10**log10:.2g}" if abs(log10) < 300 else f"1e{log10:+.0f}"

@@ -8,7 +8,7 @@ import os
 from typing import Any, NamedTuple
 
 from draftsmith.errors import UserError, check_extra, extra_of, missing
-from draftsmith.progress import say_loading
+from draftsmith.progress import say_busy, say_loading
 
 
 class Command(NamedTuple):
@@ -171,6 +171,8 @@ def start(name: str, config: Any, **more: Any) -> int:
     check_extra(name, COMMANDS[name].extra)
     if COMMANDS[name].loads:
         say_loading()
+        if not hasattr(config, "threads"):
+            say_busy()
     try:
         return int(load(COMMANDS[name].run)(config, **more) or 0)
     except ModuleNotFoundError as error:
