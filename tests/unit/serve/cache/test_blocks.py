@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels.constants import NULL_BLOCK
@@ -17,6 +17,7 @@ def check(manager: BlockManager, owners: list[list[int]]) -> None:
     assert manager.num_free + len(set(held)) == manager.num_usable
 
 
+@example(2, 1, [("grow", 0, 1), ("share", 0, 0), ("release", 0, 0)])
 @settings(max_examples=200, deadline=None)
 @given(
     num_blocks=st.integers(2, 20),
