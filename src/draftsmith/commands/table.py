@@ -171,8 +171,8 @@ def start(name: str, config: Any, **more: Any) -> int:
     check_extra(name, COMMANDS[name].extra)
     if COMMANDS[name].loads:
         say_loading()
-        if not hasattr(config, "threads"):
-            say_busy()
+    if COMMANDS[name].saves and not hasattr(config, "threads"):
+        say_busy()  # what takes long
     try:
         return int(load(COMMANDS[name].run)(config, **more) or 0)
     except ModuleNotFoundError as error:

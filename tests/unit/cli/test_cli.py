@@ -179,14 +179,14 @@ import os
 from draftsmith import cli
 os.environ.pop("OMP_NUM_THREADS", None)
 os.getloadavg = lambda: (os.cpu_count() + 1.0, 0.0, 0.0)
-for name, words in {"plan": ["t"], "bench": ["t"], "top": []}.items():
+for name, words in {"bench": ["t"], "generate": ["t", "out=o"], "top": []}.items():
     cli.COMMANDS[name] = cli.COMMANDS[name]._replace(run="builtins:print")
     cli.main([name, *words])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = ["loading torch and transformers", "other work has the cores"] * 2
+    said = ["loading", "loading", "other work has the cores"]
     found = done.stderr.splitlines()
-    assert len(found) == 4 and all(f"draftsmith: {a}" in b for a, b in zip(said, found))
+    assert len(found) == 3 and all(f"draftsmith: {a}" in b for a, b in zip(said, found))
     assert done.stdout.count("Config(") == 3
 
 
