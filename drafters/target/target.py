@@ -160,8 +160,8 @@ class Target(CausalLM):
     @cached_property
     def _ways(self) -> Ways:
         if not self.state_layers:
-            # Llama 4 counts chunks and scales attention from the padding on.
-            return Ways(padded=not getattr(self.config, "attention_chunk_size", None))
+            # transformers scales attention by positions that it counts from the padding on.
+            return Ways(padded=not getattr(self.config, "attn_temperature_tuning", False))
         if self.state_layers.no_single:
             return Ways(padded=False, use_cache=False)
         return ways_of(self.model, TOLERANCE[self.dtype])
