@@ -29,6 +29,7 @@ import torch
 
 from draftsmith.files import atomic_path, cache_folder
 from draftsmith.kernels.host_compiler import processor
+from draftsmith.progress import is_busy
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +48,6 @@ Clock = Callable[[str, Way], float]
 def interruptions() -> int:
     """Number of times that threads of this process had to make room for other work."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-
-
-def is_busy() -> bool:
-    """True where more work waits for cores than there are, over the last minute."""
-    return os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
 def timed(name: str, way: Way, count: Callable[[], int] = interruptions) -> float:

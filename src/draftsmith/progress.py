@@ -89,14 +89,17 @@ def say_loading() -> None:
         say("loading torch and transformers")
 
 
+def is_busy() -> bool:
+    """True where more work waited for cores than there are, over the last minute."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
+
+
 def say_busy() -> None:
-    """Says what a command is slow by where its threads wait for each other on cores that other work
-    has: five to fifteen times was measured."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > cores and "OMP_NUM_THREADS" not in os.environ:
+    """Says why a command is slow whose threads wait for each other on cores that other work has."""
+    if is_busy() and "OMP_NUM_THREADS" not in os.environ:
         say(
-            f"other work has the cores (load {load:.1f} on {cores}), where several threads may be "
-            "many times slower than one; OMP_NUM_THREADS=1 makes it one"
+            f"other work has the cores (load {os.getloadavg()[0]:.1f}), where several threads may "
+            "be many times slower than one; OMP_NUM_THREADS=1 makes it one"
         )
 
 

@@ -73,7 +73,7 @@ def test_greedy_models_need_no_distributions():
 
 
 def rounds_of(drafter: TextFirst, count: int, committed: list[int]) -> list[bool]:
-    """Whether text drafted the first round of each request, which `committed` then follows."""
+    """True for each request whose first round text drafted, which `committed` then follows."""
     copied = []
     for number in range(count):
         # Behind the last token comes 2 alone: text expects one token of k = 3.
