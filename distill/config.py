@@ -298,7 +298,7 @@ class DistillConfig:
     )
     max_updates: int | None = option(None, "stop after so many updates in all", limits=NOT_NEGATIVE)
     threads: int | None = option(
-        None, "CPU threads [default: half of the cores]", limits=Limits(1, 1024, "[]")
+        None, "CPU threads [default: half of those that torch has]", limits=Limits(1, 1024, "[]")
     )
     status_port: int | None = option(
         None,
