@@ -368,7 +368,7 @@ def test_training_from_stored_signals_learns(target, shared, tmp_path, signal):
             with pytest.raises(UserError, match="needs whole distributions"):
                 run(build(TrainConfig, to_dict(config) | wrong | {"out": str(tmp_path / "other")}))
         with pytest.raises(UserError, match="stores distributions of answers alone"):
-            run(build(TrainConfig, to_dict(config) | {"with_prompts": True}))
+            run(build(TrainConfig, to_dict(config) | {"with_prompts": True, "out": str(tmp_path)}))
 
 
 @pytest.mark.long
