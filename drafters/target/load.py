@@ -42,7 +42,7 @@ from draftsmith.drafters.layouts.gguf import model_folder
 from draftsmith.drafters.quirks.patches import implementation
 from draftsmith.drafters.target.attention import register
 from draftsmith.drafters.target.causal_lm import end_ids
-from draftsmith.drafters.target.offload import LayerFiles, device_map, keep_needed_hooks
+from draftsmith.drafters.target.offload import device_map, keep_needed_hooks
 from draftsmith.drafters.target.probe import TOLERANCE
 from draftsmith.drafters.target.quantised import check_quantisation, quantisation
 from draftsmith.errors import UserError, first_line
@@ -78,14 +78,10 @@ def load_model(
     if (base := adapter_base(path)) is not None:
         model = load_model(base, trust_remote_code=trust_remote_code, dtype=dtype, device=device)
         return _merged(model, path)
-    files = LayerFiles()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_quantisation(path, config)
         loader = _class_for(config) if prepare is None else _prepared_class(config, prepare)
-        own = loader._model_mapping.get(type(config), None) if offload == "disk" else None
-        if isinstance(own, type):  # code of the model's own is loaded as transformers does
-            loader = files.class_of(own)
         model, report = loader.from_pretrained(
             path,
             trust_remote_code=trust_remote_code,
@@ -98,12 +94,11 @@ def load_model(
         raise
     except Exception as error:  # a model's own code raises what it likes
         raise _refusal(path, error) from error
-    if prepare is not None or isinstance(own, type):
+    if prepare is not None:
         model.__class__ = loader.__base__
     _check_weights(path, without_towers(model), report["missing_keys"])
     if offload is None:
         return model.to(device).eval()
-    files.give_to(model)
     return keep_needed_hooks(model).eval()
 
 
@@ -382,7 +377,7 @@ def _check_files(path: str | Path, error: Exception) -> None:
     if "offload_folder" in str(error):
         raise UserError(
             f"target_offload is 'disk' and the files of {str(path)!r} are no safetensors, or hold "
-            "weights that code of its own converts while they are loaded; give cpu with CUDA, or "
+            "layers that are made of other tensors (experts are joined); give cpu with CUDA, or "
             "leave it out"
         ) from error
 

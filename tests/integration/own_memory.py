@@ -29,12 +29,10 @@ def grown(work):
 """
 
 
-def large_target(
-    folder: Path, kind: str = "llama", *, layers: int, hidden_size: int = 1024, **shape: int
-) -> int:
+def large_target(folder: Path, *, layers: int, **shape: int) -> int:
     """Writes bfloat16 weights into the folder; their bytes in float32."""
     config = AutoConfig.for_model(
-        kind, hidden_size=hidden_size, num_hidden_layers=layers,
+        "llama", hidden_size=1024, num_hidden_layers=layers,
         num_attention_heads=8, num_key_value_heads=8, vocab_size=288, **shape,
     )  # fmt: skip
     with torch.device("meta"):

@@ -4,7 +4,6 @@ by which a target that is too large fits."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.drafters.quirks.kept_state import NUM_SIDES
 from draftsmith.drafters.target.load import build_model, load_config, own_dtype
-from draftsmith.drafters.target.offload import converted_parameters
+from draftsmith.drafters.target.offload import converts
 from draftsmith.drafters.target.quantised import quantisation
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
@@ -37,7 +36,7 @@ class Parts(NamedTuple):
 
     beside: int
     layers: tuple[int, ...]
-    converted: tuple[int, ...] = ()  # of each layer, what transformers may make of other tensors
+    converts: bool = False  # whether layers are made of other tensors, and so not read from files
 
     @property
     def whole(self) -> int:
@@ -45,11 +44,7 @@ class Parts(NamedTuple):
 
     def on_device(self, *, shares: int = 1, offload: str | None = None) -> int:
         """Memory of the device of one process. In shares the layer that runs and the next one are
-        whole; of an offloaded target at most one layer is there, read from its files with the
-        tensors that its converted weights are made of."""
-        if offload == "disk":
-            pairs = zip_longest(self.layers, self.converted, fillvalue=0)
-            return self.beside + max(map(sum, pairs))
+        whole; of an offloaded target at most one layer is there."""
         if offload is not None:
             return self.beside + max(self.layers)
         if shares == 1:
@@ -64,11 +59,7 @@ def parts_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Parts:
     num_layers = model.config.get_text_config().num_hidden_layers
     modules = decoder_layers(body, num_layers)
     layers = tuple(num_bytes(one, dtype) for one in modules)
-    made = converted_parameters(model)
-    converted = tuple(
-        bytes_of([own for own in one.parameters() if own in made], dtype) for one in modules
-    )
-    return Parts(num_bytes(model, dtype) - sum(layers), layers, converted)
+    return Parts(num_bytes(model, dtype) - sum(layers), layers, converts(modules, model))
 
 
 def outlined_parts(name: str, dtype: torch.dtype | str, *, trust_remote_code: bool) -> Parts | None:
@@ -107,7 +98,8 @@ def check_fit(
         return fail("target.fits", what, ways or "use a smaller target")
     if offload == "cpu" and sum(parts.layers) >= host_bytes():
         what += f"; its layers do not fit the host's {host_bytes() / GIB:.3g} GiB"
-        return fail("target.fits", what, "give --target-offload disk")
+        mend = "use a smaller target" if parts.converts else "give --target-offload disk"
+        return fail("target.fits", what, mend)
     return ok("target.fits", what)
 
 
@@ -125,7 +117,8 @@ def ways_to_fit(
             f"--target-shares {fitting[0]} on as many {'machines' if is_cpu else 'devices'}"
         )
     offload = "cpu" if not is_cpu and sum(parts.layers) < host_bytes() else "disk"
-    if parts.on_device(offload=offload) < room and offloads:
+    is_read = offload == "cpu" or not parts.converts
+    if parts.on_device(offload=offload) < room and offloads and is_read:
         ways.append(f"--target-offload {offload}")
     return f"give {', or '.join(ways)}" if ways else ""
 

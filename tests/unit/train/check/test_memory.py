@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.device import load_target
-from draftsmith.drafters.target.offload import Converted, weights_of_hooks
-from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
 from draftsmith.train.check import memory
 from draftsmith.train.check.finding import FAIL, OK, WARN
 from draftsmith.train.check.memory import (
@@ -47,22 +47,15 @@ def test_an_outline_tells_what_a_loaded_target_takes(
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_next", "olmo_hybrid"])
-def test_what_is_converted_counts_twice_where_files_are_read(
-    kind: str, tiny_target: Callable[..., str]
-) -> None:
-    """Against what opening the files finds."""
-    folder = tiny_target(kind)
-    model = load_target(folder, device="cpu", offload="disk", trust_remote_code=False).model
-    maps = [one.dataset for one in weights_of_hooks(model)]
-    made = {name for one in maps if isinstance(one, Converted) for name in one.files.first}
-    body = decoder_layers(getattr(model, body_name(model)), model.config.num_hidden_layers)
-    names = {id(own): name for name, own in model.named_parameters()}
-    twice = [sum(own.nbytes for own in one.parameters() if names[id(own)] in made) for one in body]
-    parts = parts_of(model)
-    assert parts.converted == tuple(twice) and (sum(twice) > 0) is (kind != "llama")
-    peak = max(layer + more for layer, more in zip(parts.layers, twice, strict=True))
-    assert parts.on_device(offload="disk") == parts.beside + peak
-    assert parts.on_device(offload="cpu") == parts.beside + max(parts.layers)
+def test_layers_made_of_other_tensors_are_found(kind: str, tiny_target: Callable[..., str]) -> None:
+    """As opening the files finds them."""
+    parts = outlined_parts(folder := tiny_target(kind), "auto", trust_remote_code=False)
+    assert parts is not None and parts.converts is (kind != "llama")
+    says = (
+        pytest.raises(UserError, match="made of other tensors") if parts.converts else nullcontext()
+    )
+    with says:
+        load_target(folder, device="cpu", offload="disk", trust_remote_code=False)
 
 
 BROKEN = "raise TypeError('of its own')\n"
