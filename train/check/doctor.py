@@ -65,11 +65,11 @@ def check_options(config: DoctorConfig) -> None:
 
 def examine(config: DoctorConfig) -> list[Finding]:
     """All findings. A server is asked without loading a model."""
+    say_loading()
     if config.url is not None:
         from draftsmith.train.check.server import check_server
 
         return check_server(config.url)
-    say_loading()
     quiet()
     return check_models(config)
 
