@@ -63,7 +63,8 @@ def lines(view: View) -> list[str]:
 
 
 def summary(view: View) -> str:
-    live = "no version is live" if view["current"] is None else f"version {view['current']} is live"
+    none = f"no version is live in {view['versions']}"
+    live = none if view["current"] is None else f"version {view['current']} is live"
     served = ", ".join(
         f"{count} on {'no version' if version == 'None' else f'version {version}'}"
         for version, count in view["served"].items()

@@ -147,6 +147,7 @@ def test_status_names_every_engine_its_figures_and_what_it_refused(
 def test_rollback_goes_to_the_parent_and_promote_to_what_is_named(
     run: Run, store: VersionStore
 ) -> None:
+    assert run("status", "--versions", "no/such")[1].startswith("no version is live in no/such; no")
     address = ("--versions", store.url)
     assert run("promote", *address)[2] == (
         "draftsmith: error: give the --version to promote, one of 1, 2\n"
