@@ -60,7 +60,7 @@ TOP = 64  # likeliest tokens that a recorded distribution holds
 # Neither printed nor recorded, nor a word of a command line, which every user of a machine may
 # list.
 SECRET = "api_key"
-TARGET = "target"  # option that a word without a name stands for
+TARGET, URL = "target", "url"  # options that a word without a name stands for
 
 
 def option(
@@ -165,9 +165,7 @@ def parse_override(text: str) -> dict[str, Any]:
     """`"a.b=c"` -> `{"a": {"b": <c read as YAML>}}`."""
     key, separator, value = text.partition("=")
     if not separator or not key:
-        raise UserError(
-            f"override {text!r} is not of the form key=value; write for example train.steps=200"
-        )
+        raise UserError(f"{text!r} is no option; one is written --name VALUE or name=VALUE")
     try:
         parsed: Any = parse_yaml(value) if value else ""
     except yaml.YAMLError as error:
@@ -225,15 +223,16 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "", *, root: type 
     return built
 
 
-def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
-    """Sentence on an unknown option. The mend is the one option of `elsewhere`, dotted keys, that
-    has this name in another section; else the nearest of `known`."""
+def unknown_key(key: str, known: Sequence[str], others: Sequence[str] = (), lists: str = "") -> str:
+    """Sentence on an unknown option. The mend is the one option of `others`, dotted keys, that
+    has this name in another section; else the nearest of `known`; else `lists`, where they are."""
     name = key.rpartition(".")[2]
-    near = [one for one in elsewhere if one.rpartition(".")[2] == name]
+    near = [one for one in others if one.rpartition(".")[2] == name]
     if len(near) != 1:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    mend = f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(sorted(known))}"
-    return f"unknown option {key!r}; {mend}"
+        cutoff = 0.75 if key.startswith("-") else 0.6  # flags have their dashes alike
+        near = difflib.get_close_matches(key, known, n=1, cutoff=cutoff)
+    lists = lists or f"known options are {', '.join(sorted(known))}"
+    return f"unknown option {key!r}; {f'did you mean {near[0]!r}?' if near else lists}"
 
 
 def convert(value: Any, wanted: Any, name: str, *, root: type | None = None) -> Any:

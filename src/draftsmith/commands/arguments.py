@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from draftsmith import config as configuration
 from draftsmith.commands.peers import in_our_names
 from draftsmith.commands.table import COMMANDS
-from draftsmith.config import TARGET
+from draftsmith.config import TARGET, URL
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.progress import say
@@ -95,16 +95,12 @@ def parse(
     parser: Parser, argv: Sequence[str], tell: Callable[[str], None] = say
 ) -> argparse.Namespace:
     """Values of a command line; `tell` takes a line for each name that is a peers'."""
-    flags = [
-        flag
-        for action in parser._actions
-        for flag in action.option_strings
-        if flag.startswith("--")
-    ]
+    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
     words = in_our_names(argv, flags, parser.keys, tell)
     arguments, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
-        raise UserError(configuration.unknown_key(unknown[0].split("=")[0], flags))
+        name, lists = unknown[0].split("=")[0], f"{parser.prog} --help lists all"
+        raise UserError(configuration.unknown_key(name, flags, lists=lists))
     return arguments
 
 
@@ -142,14 +138,10 @@ def collect(
     values: dict[str, Any] = {}
     extra = [*arguments.extra, *behind_lists(cls, arguments)]
     recipes = [text for text in extra if text.endswith((".yaml", ".yml")) and "=" not in text]
-    targets = unnamed(cls, arguments, [text for text in extra if text not in recipes])
-    files = [*getattr(arguments, RECIPES), *recipes]
-    given = [configuration.read_yaml(recipe) for recipe in files]
-    given += [
-        {TARGET: text} if text in targets else configuration.parse_override(text)
-        for text in extra
-        if text not in recipes
-    ]
+    rest = [text for text in extra if text not in recipes]
+    words = unnamed(cls, arguments, rest)
+    given = [configuration.read_yaml(one) for one in (*getattr(arguments, RECIPES), *recipes)]
+    given += [words.get(text) or configuration.parse_override(text) for text in rest]
     for one in given:
         values = configuration.merge(values, one)
     for option in configuration.flag_options(cls):
@@ -164,15 +156,13 @@ def recorded_target(
     """The target that a local draft's record names, where a command needs one and nothing else that
     is given says which."""
     draft = values.get("draft")
-    if not isinstance(draft, str) or values.get(TARGET) or values.get("url"):
+    if not isinstance(draft, str) or values.get(TARGET) or values.get(URL):
         return {}
-    path, fields = (
-        Path(draft) / "draftsmith.json",
-        {one.name: one for one in dataclasses.fields(cls)},
-    )
+    path = Path(draft) / "draftsmith.json"
+    fields = {one.name: one for one in dataclasses.fields(cls)}
     is_required = TARGET in fields and fields[TARGET].default is dataclasses.MISSING
     # These need a target where no URL is given; the doctor's data say theirs.
-    may_need = {TARGET, "url"} <= fields.keys() and not values.get("data")
+    may_need = {TARGET, URL} <= fields.keys() and not values.get("data")
     if not (is_required or may_need) or not path.is_file():
         return {}
     record = read_json(path).get(TARGET)
@@ -183,13 +173,18 @@ def recorded_target(
     return {TARGET: name}
 
 
-def unnamed(cls: type, arguments: argparse.Namespace, extra: Sequence[str]) -> list[str]:
-    """Words that give the target without its name: none or one."""
-    words = [text for text in extra if "=" not in text]
-    if not words or all(one.name != TARGET for one in dataclasses.fields(cls)):
-        return []
-    given = [*words, *filter(None, [getattr(arguments, TARGET, None)])]
-    if len(given) > 1:
+def unnamed(
+    cls: type, arguments: argparse.Namespace, extra: Sequence[str]
+) -> dict[str, dict[str, str]]:
+    """Options by the words that give them without a name: the target, and a server's URL."""
+    names, words = [one.name for one in dataclasses.fields(cls)], {}
+    for text in extra:
+        name = URL if URL in names and text.startswith(("http://", "https://")) else TARGET
+        if name in names and (name == URL or "=" not in text):
+            words[text] = {name: text}
+    targets = [text for text, option in words.items() if TARGET in option]
+    given = [*targets, *filter(None, [getattr(arguments, TARGET, None)])]
+    if targets and len(given) > 1:
         raise UserError(
             f"{given[0]!r} and {given[1]!r} are both given as the target; leave one of them out, "
             "or write options as --name value or key=value"

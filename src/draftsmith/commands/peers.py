@@ -1,4 +1,4 @@
-"""Names that options have in vLLM, transformers and speculators, taken for ours. Torch-free."""
+"""Names that options have in vLLM, llama.cpp, TRL and speculators, taken for ours. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from draftsmith.errors import UserError
 # Peers' name -> ours. An option of ours that has the name itself comes first.
 NAMES = {
     "model": "target",
+    "m": "target",
     "model-name-or-path": "target",
     "verifier-name-or-path": "target",
     "target-model-path": "target",
     "speculative-model": "draft",
+    "model-draft": "draft",
+    "md": "draft",
+    "spec-draft-n-max": "k",
     "num-speculative-tokens": "k",
     "served-model-name": "name",
     "max-model-len": "max_length",
@@ -28,7 +32,6 @@ NAMES = {
     "num-samples": "count",
     "output-dir": "out",
     "data-path": "data",
-    "suite-file": "suite",
     "lr": "optim.lr",
     "learning-rate": "optim.lr",
     "lr-scheduler-type": "optim.schedule",
@@ -45,14 +48,25 @@ NAMES = {
     "logging-steps": "log_every",
     "save-steps": "save_every",
     "eval-steps": "eval_every",
+    "bf16": "dtype=bfloat16",
+}
+
+# Beginnings of peers' flags that nothing here is like -> what there is.
+ABSENT = {
+    "tensor-parallel": "draftsmith serves on one device; serve a target that needs several with "
+    "vLLM, for which `draftsmith export --to vllm` writes the draft",
+    "speculative-config": "its keys are options here: --draft, --k, --ngram, --suffix",
+    "gpu-memory-utilization": "--memory-gib bounds keys and values here",
+    "chat-template": "the target's own is taken; edit chat_template.jinja in its folder",
+    "revision": "a target of the Hub is its newest; give the folder of `hf download --revision`",
 }
 
 
 def ours_of(name: str) -> str:
     """Our name for a peers' flag, or for a peers' name in a section of ours
     (`optim.learning_rate`); "" for any other."""
-    if name.startswith("--"):
-        return NAMES.get(name[2:].replace("_", "-"), "")
+    if name.startswith("-"):
+        return NAMES.get(name.lstrip("-").replace("_", "-"), "")
     section, _, key = name.rpartition(".")
     ours = NAMES.get(key.replace("_", "-"), "")
     return ours if section and ours.startswith(f"{section}.") else ""
@@ -68,12 +82,10 @@ def in_our_names(
     while words:
         word = words.pop(0)
         name, is_joined, value = word.partition("=")
-        if name.replace("_", "-").startswith("--tensor-parallel"):
-            raise UserError(
-                f"{name} is given and draftsmith serves on one device; serve a target that needs "
-                "several with vLLM, for which `draftsmith export --to vllm` writes the draft"
-            )
         is_flag = name.startswith("--") and name not in flags
+        for absent, instead in ABSENT.items() if is_flag else ():
+            if name[2:].replace("_", "-").startswith(absent):
+                raise UserError(f"{name} is given and {instead}")
         if is_flag and f"--no-{name[2:]}" in flags:
             # On by default, so that help names the flag that switches it off.
             found.append(f"{name[2:].replace('-', '_')}={value or 'true'}")

@@ -95,10 +95,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "wanted"),
     [
         (["exprt"], "unknown command 'exprt'; did you mean 'export'?"),
-        (
-            ["export", "d", "--to", "vllm", "--uot", "x"],
-            "unknown option '--uot'; did you mean '--out'?",
-        ),
+        (["export", "d", "--uot", "x"], "unknown option '--uot'; did you mean '--out'?"),
+        (["serve", "--kv-cache-dtype"], "'--kv-cache-dtype'; draftsmith serve --help lists all"),
         (
             ["export", "d", "--to", "tensorrt", "--out", "x"],
             "it must be one of vllm, sglang, speculators, hf",

@@ -294,7 +294,7 @@ def test_limits_that_machines_have_are_named() -> None:
         ("serve", "--num-speculative-tokens 5", "--k 5"),
         ("audit", "--num-speculative-tokens=5", "--k=5"),
         ("generate", "--num-prompts 8 --max-new-tokens 9", "--count 8 --max-tokens 9"),
-        ("bench", "--suite-file rows.jsonl", "--suite rows.jsonl"),
+        ("serve", "-m T -md D --bf16", "--target T --draft D dtype=bfloat16"),
     ],
 )  # fmt: skip
 def test_names_of_peers_are_taken_and_told(
@@ -303,8 +303,8 @@ def test_names_of_peers_are_taken_and_told(
     parser = parser_for(command, load(COMMANDS[command].config))
     assert parse(parser, words.split()) == parse(parser, ours.split())
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == sum(word.startswith("--") for word in words.split())
-    assert all(line.startswith("draftsmith: --") and line.endswith(" here") for line in told)
+    assert len(told) == sum(word.startswith("-") for word in words.split())
+    assert all(line.startswith("draftsmith: -") and line.endswith(" here") for line in told)
 
 
 @pytest.mark.parametrize(
@@ -323,9 +323,10 @@ def test_other_spellings_of_our_own_are_taken(
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size=2", "--tensor_parallel_size"])
-def test_several_devices_are_vllms(flag: str) -> None:
-    with pytest.raises(UserError, match=f"^{flag.partition('=')[0]} is given .* with vLLM, for"):
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size=2", "--tensor_parallel", "--revision"])
+def test_what_is_not_here_is_answered_by_what_there_is(flag: str) -> None:
+    mend = f"^{flag.partition('=')[0]} is given and (.* with vLLM, for|.* give the folder of `hf )"
+    with pytest.raises(UserError, match=mend):
         parse(parser_for("serve", load(COMMANDS["serve"].config)), ["--target", "t", flag, "2"])
 
 
@@ -356,7 +357,7 @@ def test_a_draft_alone_brings_its_target(
         assert given(command, "--draft", draft)["target"] == "org/model"
         assert "'org/model'" in capsys.readouterr().err
     assert given("serve", "mine", "--draft", draft)["target"] == "mine"
-    assert "target" not in given("bench", "--url", "http://a", "--draft", draft)
+    assert given("bench", "http://a", "--draft", draft) == {"url": "http://a", "draft": draft}
     assert "target" not in given("doctor", "--data", "d", "--draft", draft)
     assert "target" not in given("export", draft, "--to", "vllm")
     assert not capsys.readouterr().err
