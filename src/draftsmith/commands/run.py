@@ -8,6 +8,7 @@ from typing import Any
 
 from draftsmith.commands.table import COMMANDS, load
 from draftsmith.errors import check_extra
+from draftsmith.progress import say_loading
 from draftsmith.train.config import RunConfig
 from draftsmith.train.stages import CommandOptions, read_recipe, resolve
 
@@ -29,6 +30,8 @@ def options_of(name: str) -> CommandOptions:
     """Options of a command, and the check that it makes before it begins."""
     command = COMMANDS[name]
     check_extra(name, command.extra)
+    if command.loads:
+        say_loading()  # as the check of its options does
     return CommandOptions(load(command.config), load(command.check) if command.check else accept)
 
 
