@@ -18,6 +18,7 @@ CONVERSATIONS = ("messages", "conversations", "conversation")
 ASKED = ("prompt", "instruction", "question", "query", "problem", "input")
 GIVEN = ("input", "context")  # what an instruction or a question is about
 ANSWERS = ("completion", "response", "output", "answer", "solution", "chosen")
+SILENT = ([], "", "[]")  # conversations, as tables have them in rows of another shape
 SYSTEM = ("system", "system_prompt", "system_message")
 SPEAKS = ("role", "from")  # of a turn
 SAID = ("content", "value", "text", "parts")
@@ -27,25 +28,15 @@ STEERING = ("reasoning_effort", "verbosity", "tool_choice")  # of the prompt, by
 NAMES = frozenset((*CONVERSATIONS, *ASKED, *ANSWERS, *SYSTEM, "turns", "text", "tools"))
 # Speakers of ShareGPT and what was made after it.
 SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "tool_response": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+    name: role
+    for role, names in {
+        "user": "human user prompter",
+        "assistant": "gpt assistant chatgpt bing bard model bot function_call",
+        "system": "system",
+        "developer": "developer",
+        "tool": "tool tool_response function function_response observation ipython",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -63,7 +54,7 @@ def normalised(value: Any, where: str) -> Iterator[Row]:
     try:
         for row in _instances(value):
             found = _conversation(row) or _asked(row) or _text(row)
-            if found != {"messages": []}:
+            if found.get("messages") != []:
                 yield found
     except (ValueError, RecursionError) as error:
         raise UserError(
@@ -129,7 +120,8 @@ def _asked(row: Row) -> Row | None:
         return None
     else:
         given = [texts[one] for one in GIVEN if one in texts and one != name and texts[one].strip()]
-        parts = {"instruction": [texts[name], *given], "question": [*given, texts[name]]}
+        about = [texts[name]] if texts[name].strip() or not given else []
+        parts = {"instruction": [*about, *given], "question": [*given, *about]}
         prompt = "\n\n".join(parts.get(name, [texts[name]]))
     if not isinstance(prompt, str):
         raise ValueError(f"holds {_kind(prompt)} as its first turn")
@@ -148,6 +140,8 @@ def _asked(row: Row) -> Row | None:
 def _text(row: Row) -> Row:
     if isinstance(row.get("text"), str):
         return {"text": row["text"]}
+    if any(name in row for name in CONVERSATIONS):
+        return {"messages": []}
     shown = ", ".join(itertools.islice((f"{name} ({_kind(row[name])})" for name in row), 12))
     raise ValueError(f"holds {shown or 'nothing'}")
 
@@ -161,7 +155,7 @@ def _listed(row: Row, name: str) -> bool:
     """True where the field holds turns, also as text of a list or as columns, or a lone one."""
     value = row.get(name)
     if name in CONVERSATIONS:
-        return value is not None
+        return value not in (None, *SILENT)
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             value = parsed(value)
@@ -225,7 +219,8 @@ def _turn(turn: Row, place: str) -> list[Row]:
     if "from" in turn:
         return [_said(turn, place)]
     if {"input", "output"} <= turn.keys():
-        return _pairs([[turn["input"], turn["output"]]])
+        told = [{"role": one, "content": turn[one]} for one in ("system",) if turn.get(one)]
+        return [*told, *_pairs([[turn["input"], turn["output"]]])]
     raise ValueError(f"holds {', '.join(map(str, turn)) or 'nothing'} as {place}")
 
 

@@ -8,12 +8,12 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from draftsmith.chats import without_nulls
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.prompts.corpus import CORPORA
 from draftsmith.prompts.encoded import SUFFIXES, check_characters, open_text
 from draftsmith.prompts.json_values import Placed, begins_json, read_values
@@ -33,6 +33,7 @@ SPLITS = {
     "test": "test|testing|eval|evaluation",
 }
 MOST_OF_A_CELL = 2**31 - 1  # characters
+ROWS_AT_ONCE = 256
 
 
 def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, Row]]:
@@ -249,12 +250,9 @@ def _parquet(path: Path) -> Iterator[Placed]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    numbers = itertools.count(1)
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    yield f"row {next(numbers)} of {str(path)!r}", without_nulls(row)
+            yield from _records(file.iter_batches(batch_size=ROWS_AT_ONCE), str(path))
     except (pa.ArrowException, OSError) as error:
         reason = str(error).strip().rstrip(".")
         raise UserError(f"{str(path)!r} is no whole Parquet file ({reason}); replace it") from error
@@ -276,5 +274,20 @@ def _dataset(source: str, split: str) -> Iterator[Placed]:
             f"prompts {source!r} are no file and no data set that loads ({reason}); check the "
             "name and the split"
         ) from error
-    for number, row in enumerate(rows, start=1):
-        yield f"row {number} of {source!r}", without_nulls(row)
+    # Pictures and sound beside a text stay as they are packed.
+    return _records(rows.with_format("arrow").iter(ROWS_AT_ONCE), source)
+
+
+def _records(tables: Iterable[Any], source: str) -> Iterator[Placed]:
+    """Rows of Arrow's tables."""
+    numbers = itertools.count(1)
+    for table in tables:
+        try:
+            rows = table.to_pylist()
+        except (ValueError, OverflowError) as error:
+            raise UserError(
+                f"{source!r} holds a value that is no text, number or date of Python's "
+                f"({first_line(error)}); mend it, or leave its column out"
+            ) from error
+        for row in rows:
+            yield f"row {next(numbers)} of {source!r}", without_nulls(row)

@@ -72,12 +72,12 @@ def test_conversations_in_every_shape(row: Any) -> None:
     ({"task_id": 0, "prompt": "q", "entry_point": "f"}, "q", None),
     ({"prompt": "q", "completion": "a"}, "q", "a"),
     ({"prompt": "q", "completion": ""}, "q", ""),
-    ({"prompt": "q", "response": "a"}, "q", "a"),
+    ({"messages": [], "conversations": "", "prompt": "q"}, "q", None),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, "q", "a"),
     ({"instruction": "q"}, "q", None),
     ({"instruction": "q", "input": "", "output": "a", "text": "Below is q"}, "q", "a"),
     ({"instruction": "q", "input": "i", "output": "a"}, "q\n\ni", "a"),
-    ({"instruction": "q", "input": "i", "response": "a"}, "q\n\ni", "a"),
+    ({"instruction": " ", "input": "q", "output": "a"}, "q", "a"),
     ({"instruction": "q", "context": "c", "response": "a", "category": "x"}, "q\n\nc", "a"),
     ({"question": "q", "answer": "a"}, "q", "a"),
     ({"question": "q", "context": "c", "answers": {"text": ["a"]}}, "c\n\nq", None),
@@ -116,6 +116,7 @@ def test_each_instance_of_an_instruction_is_a_row() -> None:
     {"system_prompt": "s", "conversations": said(("human", "q"), ("gpt", "a"), ("human", "q3"), ("gpt", "a3"))},
     {"conversations": said(("system", "s"), ("human", "q"), ("gpt", "a"), ("human", "q3"), ("gpt", "a3")), "system": "other"},
     {"system": "s", "messages": turns("q", "a", "q3", "a3")},
+    {"conversation": [{"system": "s", "input": "q", "output": "a"}, {"input": "q3", "output": "a3"}]},
 ])  # fmt: skip
 def test_what_stands_before_the_question_is_kept(row: Any) -> None:
     assert one(row) == {"messages": turns("q", "a", "q3", "a3", system="s")}
@@ -127,8 +128,9 @@ def test_what_stands_before_the_question_is_kept(row: Any) -> None:
     {"messages": turns("q")}, {"prompt": "q"}, {"prompt": turns("q")}, {"question": "q"},
     {"conversations": said(("human", "q"))},
 ])  # fmt: skip
-def test_tools_and_template_variables_are_kept(asked: Any, tools: Any, variables: Any) -> None:
-    found = one({**asked, "tools": tools, "chat_template_kwargs": variables})
+@pytest.mark.parametrize("name", ["tools", "functions"])
+def test_tools_and_variables_are_kept(asked: Any, name: str, tools: Any, variables: Any) -> None:
+    found = one({**asked, name: tools, "chat_template_kwargs": variables})
     assert found == {"messages": turns("q"), "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}  # fmt: skip
 
 
@@ -137,10 +139,6 @@ def test_fields_that_steer_the_prompt_are_those_of_a_request() -> None:
     body = {"messages": turns("q"), **steered, "tools": [TOOL]}
     assert one({"custom_id": "1", "body": body}) == body
     assert one(body) == {"messages": turns("q"), "tools": [TOOL]}
-
-
-def test_tools_are_kept_by_their_former_name() -> None:
-    assert one({"prompt": "q", "functions": [TOOL]})["tools"] == [TOOL]
 
 
 def test_calls_of_tools_are_kept() -> None:
@@ -190,12 +188,10 @@ def test_an_empty_conversation_gives_no_row() -> None:
     ({"prompt": {"0": "x"}, "completion": {"0": "y"}}, "holds prompt (an object), completion (an object);"),
     ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "b"}, "holds chosen (a text), rejected (a text);"),
     ({"messages": ["x", {"role": "user"}]}, "holds a text as turn 1 of `messages`;"),
-    ({"messages": ["x", "y"]}, "holds a text as turn 1 of `messages`;"),
     ({"messages": [{"role": "user", "body": "q"}]}, "holds no content as turn 1 of `messages`;"),
     ({"messages": [*turns("q"), {"role": "assistant", "content": None}]}, "holds no content as turn 2 of `messages`;"),
     ({"prompt": ["x", "y"]}, "holds a text as turn 1 of `prompt`;"),
     ({"messages": "hello"}, "holds 'hello' where a list"),
-    ({"messages": "[{'role': "}, "where a list or an object belongs;"),
     ({"messages": [{"content": "x"}]}, "holds content as turn 1 of `messages`;"),
     ({"conversations": said(("human", "q"), ("narrator", "x"))}, "holds 'narrator' as the speaker of turn 2 of `conversations`;"),
     ({"conversations": [{"from": "gpt", "value": 3}]}, "holds a number as the value of turn 1"),
