@@ -114,6 +114,7 @@ CONVERSATIONS: dict[str, Case] = {
     "begins with assistant": case([turn("assistant", "Hello OMEGA."), *ONE]),
     "two questions": case([asked("ALPHA"), asked("GAMMA"), said("BETA")]),
     "two answers": case([*ONE, said("DELTA")]),
+    "system between": case([*ONE, SYSTEM, asked("GAMMA"), said("DELTA")]),
     "empty": case([asked("ALPHA"), turn("assistant", "")]),
     "unicode": case([asked("ÄLPHA \U0001f600"), said("BÉTA 東京 \U0001f680")]),
     "white space": case(SPACED),

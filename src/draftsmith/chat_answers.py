@@ -211,9 +211,12 @@ class ChatAnswers:
         turn, written = chat.messages[at], self._decode(answer[:size])
         called = [call["function"]["name"] for call in turn.get("tool_calls", ())]
         for piece in (self._parted(turn)[1], *called):
+            due = max(1, called.count(piece))
             # The tokenizer may normalise what it reads.
-            if _lost(piece, written) and _lost(self._decode(self._encode(piece)), written):
-                how = "leaves {} out of" if _lost(piece, text) else "puts {} behind the end of"
+            if _lost(piece, written, due) and _lost(
+                self._decode(self._encode(piece)), written, due
+            ):
+                how = "leaves {} out of" if _lost(piece, text, due) else "puts {} behind the end of"
                 raise UserError(
                     f"{where_turn}: the chat template {how.format(repr(piece.strip()[:40]))} the "
                     "answer; mend the chat, or leave it out"
@@ -310,7 +313,7 @@ class ChatAnswers:
         tokens = self.end.tokens
         if self.end.is_next:
             following = chat.messages[at + 1 : at + 2]
-            if not following or following[0]["role"] == "assistant":
+            if not following or following[0]["role"] not in ("user", "tool"):
                 calls = chat.messages[at].get("tool_calls")
                 following = [{"role": "tool", "content": PROBE} if calls else ASKED]
             try:
@@ -360,5 +363,5 @@ def _shared(one: list[int], other: list[int]) -> list[int]:
     return [mine for mine, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
-def _lost(piece: str, text: str) -> bool:
-    return "".join(piece.split()) not in "".join(text.split())
+def _lost(piece: str, text: str, due: int = 1) -> bool:
+    return "".join(text.split()).count("".join(piece.split())) < due

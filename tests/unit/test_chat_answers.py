@@ -50,7 +50,7 @@ NEXT = (
     + "{{ {'user': '<|user|>', 'tool': '<|observation|>'}.get(message.role, '<|' + message.role + '|>') }}"
     + "{{ message.content }}"
     + CALLS
-    + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}{# <|user|> <|observation|> <|assistant|> #}"
+    + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}{# <|user|> <|observation|> <|assistant|> <|system|> #}"
     + "{% if tools %}{% endif %}"
 )
 # Reasoning is kept in the last answer alone.
@@ -138,6 +138,7 @@ def test_prompts_are_those_of_a_server_and_answers_have_their_end(
     if kind == "strict":
         expected |= {
             "system", "multi-turn", "two questions", "two answers", "begins with assistant",
+            "system between",
         }  # fmt: skip
     assert set(refused) == expected, refused
     assert all(
@@ -226,14 +227,15 @@ def test_an_answer_that_the_tokenizer_normalises_is_trained(said: str) -> None:
     [
         ("{{ raise_exception('no system role') }}", "messages of row 1 are refused .*no system"),
         ("{{ messages[7].content + 1 }}", "messages of row 1 are refused"),
-        ("{% for one in messages[0].missing.items() %}{% endfor %}", "messages of row 1 are"),
         (CLOSED.replace("{{ message.content | trim }}", "{% if message.role != 'assistant' %}{{ message.content }}{% endif %}"), "row 1, turn 2: the chat template leaves 'It is BETA.' out"),
         (CLOSED.replace("{{ message.content", "{{ 'x<|im_end|>' + message.content"), "puts 'It is BETA.' behind the end"),
+        (TOOLS.replace("message.tool_calls", "(message.tool_calls or [])[:1]"), "leaves 'weather' out"),
     ],
 )  # fmt: skip
 def test_what_a_template_does_not_render_is_refused_by_a_sentence(source: str, says: str) -> None:
+    calls = [{"function": {"name": "weather", "arguments": "{}"}}] * 2
     with pytest.raises(UserError, match=says):
-        split(ONE, source)
+        split([ONE[0], {**ONE[1], "tool_calls": calls}], source)
 
 
 def test_a_conversation_without_a_prompt_or_an_answer_is_refused() -> None:
@@ -257,14 +259,14 @@ def test_the_turn_of_a_user_is_where_the_template_puts_the_text(
     source: str, before: str | None, ending: str | None, mark: str | None
 ) -> None:
     form = answers_of(source)
-    turn = form.user_turn()
-    tokens = form.prompt(conversation_of({"messages": [turn_of("Hello there")]}, "row 1"), "row 1")
-    assert tokens[: len(turn.head)] == turn.head
+    place = form.user_turn()
+    asking = conversation_of({"messages": [turn("user", "Hello there")]}, "row 1")
+    assert form.prompt(asking, "row 1")[: len(place.head)] == place.head
     if before is not None:
-        assert form.tokenizer.decode(turn.head).rstrip(" ") == before and turn.mark == mark
-        added = set(turn.ends) - set(form.eos)
+        assert form.tokenizer.decode(place.head).rstrip(" ") == before and place.mark == mark
+        added = set(place.ends) - set(form.eos)
         assert {form.tokenizer.decode([one]) for one in added} <= {ending}
-        assert ending is None or set(form.tokenizer.encode(ending)) <= set(turn.ends)
+        assert ending is None or set(form.tokenizer.encode(ending)) <= set(place.ends)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,3 @@ def test_a_template_without_a_turn_of_a_user_is_refused(source: str | None) -> N
     form.tokenizer.chat_template = source
     with pytest.raises(UserError):
         ChatAnswers(form.tokenizer, form.eos).user_turn()
-
-
-def turn_of(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}

@@ -18,7 +18,6 @@ CONVERSATIONS = ("messages", "conversations", "conversation")
 ASKED = ("prompt", "instruction", "question", "query", "problem", "input")
 GIVEN = ("input", "context")  # what an instruction or a question is about
 ANSWERS = ("completion", "response", "output", "answer", "solution", "chosen")
-SILENT = ([], "", "[]")  # conversations, as tables have them in rows of another shape
 SYSTEM = ("system", "system_prompt", "system_message")
 SPEAKS = ("role", "from")  # of a turn
 SAID = ("content", "value", "text", "parts")
@@ -155,7 +154,7 @@ def _listed(row: Row, name: str) -> bool:
     """True where the field holds turns, also as text of a list or as columns, or a lone one."""
     value = row.get(name)
     if name in CONVERSATIONS:
-        return value not in (None, *SILENT)
+        return value not in (None, [], "", "[]")  # as tables have it in rows of another shape
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         try:
             value = parsed(value)

@@ -33,7 +33,6 @@ SPLITS = {
     "test": "test|testing|eval|evaluation",
 }
 MOST_OF_A_CELL = 2**31 - 1  # characters
-ROWS_AT_ONCE = 256
 
 
 def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, Row]]:
@@ -252,7 +251,7 @@ def _parquet(path: Path) -> Iterator[Placed]:
 
     try:
         with pq.ParquetFile(path) as file:
-            yield from _records(file.iter_batches(batch_size=ROWS_AT_ONCE), str(path))
+            yield from _records(file.iter_batches(batch_size=256), str(path))
     except (pa.ArrowException, OSError) as error:
         reason = str(error).strip().rstrip(".")
         raise UserError(f"{str(path)!r} is no whole Parquet file ({reason}); replace it") from error
@@ -269,13 +268,12 @@ def _dataset(source: str, split: str) -> Iterator[Placed]:
         else:
             rows = datasets.load_dataset(source, split=split)
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
         raise UserError(
-            f"prompts {source!r} are no file and no data set that loads ({reason}); check the "
-            "name and the split"
+            f"prompts {source!r} are no file and no data set that loads ({first_line(error)}); "
+            "check the name and the split"
         ) from error
     # Pictures and sound beside a text stay as they are packed.
-    return _records(rows.with_format("arrow").iter(ROWS_AT_ONCE), source)
+    return _records(rows.with_format("arrow").iter(256), source)
 
 
 def _records(tables: Iterable[Any], source: str) -> Iterator[Placed]:
