@@ -202,14 +202,14 @@ def validation_refusal(error: RequestValidationError) -> Refusal:
 def _sentence(error: dict[str, Any], name: str | None) -> str:
     reason = error["msg"].removeprefix("Value error, ")
     if name is None:
-        if error["type"] in ("dict_type", "model_attributes_type"):
+        if error["type"] in ("dict_type", "model_attributes_type", "missing"):
             return "the request body is no JSON object; send one as application/json"
         return reason
+    path = ".".join(str(part) for part in error["loc"] if part not in LOCATIONS)
     if error["type"] == "extra_forbidden":
-        path = ".".join(str(part) for part in error["loc"] if part not in LOCATIONS)
         return f"parameter {path!r} is not supported; leave it out{MENDS.get(path, '')}"
     if error["type"] == "missing":
-        return f"parameter {name!r} is required; give it"
+        return f"parameter {path!r} is required; give it"
     return f"parameter {name!r}: {reason}"
 
 

@@ -220,6 +220,7 @@ def test_bad_input_is_an_openai_error_of_one_sentence(
         and "\n" not in error["message"]
     )
     assert param is None or error["param"] == param
+    assert f"{param!r} is required" not in error["message"]  # it is there
     assert change != {"prompt": []} or "give a text, token ids" in error["message"]
     # The server goes on.
     assert server.complete("hi", max_tokens=1).status_code == 200
