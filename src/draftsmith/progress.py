@@ -98,8 +98,8 @@ def say_busy() -> None:
     """Says why a command is slow whose threads wait for each other on cores that other work has."""
     if is_busy() and "OMP_NUM_THREADS" not in os.environ:
         say(
-            f"other work has the cores (load {os.getloadavg()[0]:.1f}), where several threads may "
-            "be many times slower than one; OMP_NUM_THREADS=1 makes it one"
+            f"other work has the cores (load {os.getloadavg()[0]:.1f}), beside which several "
+            "threads may take many times as long as one; put OMP_NUM_THREADS=1 before the command"
         )
 
 

@@ -119,8 +119,8 @@ def _add_flag(parser: argparse._ActionsContainer, option: configuration.FlagOpti
 
 def described(field: dataclasses.Field) -> str:
     """Help text of an option, with its choices."""
-    choices = field.metadata.get("choices")
-    return field.metadata.get("help", "") + (f" ({', '.join(choices)})" if choices else "")
+    choices = ", ".join(filter(None, field.metadata.get("choices") or ()))  # "": not given
+    return field.metadata.get("help", "") + (f" ({choices})" if choices else "")
 
 
 def _help(field: dataclasses.Field) -> str:
