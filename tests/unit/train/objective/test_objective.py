@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from draftsmith.drafters.interface import TextBatch, UnrollBatch
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
+from tests.unrolled import unroll_batch
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +39,8 @@ def by_hand(drafter, target, batch: TextBatch, num_steps: int, decay: float):
     total = torch.zeros((), dtype=torch.float64)
     keep = torch.zeros(*batch.input_ids.shape, num_steps, dtype=torch.float64)
     alphas = [[] for _ in range(num_steps)]
-    steps = list(
-        drafter.unroll(
-            UnrollBatch(
-                input_ids=batch.input_ids,
-                attention_mask=batch.attention_mask,
-                taps=None,
-                num_steps=num_steps,
-            )
-        )
-    )
-    for depth, step in enumerate(steps):
+    unroll = unroll_batch(drafter, target, batch.input_ids, num_steps, batch.attention_mask)
+    for depth, step in enumerate(drafter.unroll(unroll)):
         for row in range(2):
             for position in range(2, 9):
                 weight = batch.weights[row, position]
@@ -104,11 +98,7 @@ def test_a_shift_by_one_would_be_seen(target, table_drafter):
     position off."""
     drafter = table_drafter(288).double()
     batch = text()
-    shifted = TextBatch(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        weights=batch.weights.roll(1, dims=1),
-    )
+    shifted = replace(batch, weights=batch.weights.roll(1, dims=1))
     unrolled = unrolled_loss(
         drafter, LiveSource(target), shifted, num_steps=3, weighting=Exponential(0.7)
     )
@@ -118,35 +108,22 @@ def test_a_shift_by_one_would_be_seen(target, table_drafter):
 
 def test_padding_changes_nothing(target, table_drafter):
     drafter = table_drafter(288).double()
-    batch = text()
-    row = TextBatch(
-        input_ids=batch.input_ids[1:, :6],
-        attention_mask=batch.attention_mask[1:, :6],
-        weights=batch.weights[1:, :6],
-    )
-    alone = unrolled_loss(drafter, LiveSource(target), row, num_steps=2, weighting=Exponential(1.0))
-    padded = unrolled_loss(
-        drafter,
-        LiveSource(target),
-        TextBatch(
-            input_ids=batch.input_ids[1:],
-            attention_mask=batch.attention_mask[1:],
-            weights=batch.weights[1:],
-        ),
-        num_steps=2,
-        weighting=Exponential(1.0),
-    )
-    assert alone.total.item() == pytest.approx(padded.total.item(), rel=1e-10)
+    batch, totals = text(), []
+    for length in (6, 9):
+        ids, mask, weights = (
+            one[1:, :length] for one in (batch.input_ids, batch.attention_mask, batch.weights)
+        )
+        row = TextBatch(input_ids=ids, attention_mask=mask, weights=weights)
+        found = unrolled_loss(
+            drafter, LiveSource(target), row, num_steps=2, weighting=Exponential(1.0)
+        )
+        totals.append(found.total.item())
+    assert totals[0] == pytest.approx(totals[1], rel=1e-10)
 
 
 def test_no_gradient_reaches_the_target_and_unweighted_text_gives_zero(target, table_drafter):
     drafter = table_drafter(288).double()
-    batch = text()
-    nothing = TextBatch(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        weights=torch.zeros(2, 9).double(),
-    )
+    nothing = replace(text(), weights=torch.zeros(2, 9).double())
     unrolled = unrolled_loss(
         drafter, LiveSource(target), nothing, num_steps=2, weighting=Exponential(1.0)
     )

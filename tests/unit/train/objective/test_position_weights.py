@@ -4,14 +4,13 @@ autograd."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.drafters.interface import TextBatch, UnrollBatch
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options, MedusaOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
@@ -21,14 +20,13 @@ from draftsmith.train.objective.rounds_of_text import (
     DPace,
     ExpectedPrefix,
     Exponential,
-    align_to_position,
-    align_to_round,
     folded,
     step_weighting,
 )
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from draftsmith.train.trainer import Trainee, num_items_of
+from tests.unrolled import unroll_batch
 
 ROWS, LENGTH, DEPTHS = 2, 7, 4
 ADAPTIVE = ["expected-prefix", "d-pace"]
@@ -40,11 +38,8 @@ def judged(seed: int = 0) -> DepthStats:
     keep, confidence = torch.rand(2, ROWS, LENGTH, DEPTHS, generator=generator, dtype=torch.float64)
     trained = torch.ones(ROWS, LENGTH, DEPTHS, dtype=torch.bool)
     trained[:, :2], trained[0, 4], trained[1, 5:] = False, False, False
-    return DepthStats(keep, confidence, trained, begun(LENGTH, DEPTHS))
-
-
-def begun(length: int, depths: int) -> torch.Tensor:
-    return torch.arange(length)[:, None] >= torch.arange(depths)
+    begun = torch.arange(LENGTH)[:, None] >= torch.arange(DEPTHS)
+    return DepthStats(keep, confidence, trained, begun)
 
 
 def factors(weighting, known: DepthStats) -> torch.Tensor:
@@ -94,37 +89,6 @@ def test_d_pace_is_the_derivative_of_the_expected_length_by_the_log_of_the_confi
     assert compared > 10
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.floats(0.05, 1.0), st.integers(1, 6))
-def test_what_is_kept_alike_everywhere_is_weighted_exponentially(chance: float, depths: int):
-    same = torch.full((1, 8, depths), chance, dtype=torch.float64)
-    inside = begun(8, depths)
-    known = DepthStats(same, same, torch.ones_like(same, dtype=torch.bool), inside)
-    like = torch.zeros(1, 8, dtype=torch.float64)
-    adaptive = ExpectedPrefix().factors(like, depths, lambda: known)
-    fixed = Exponential(chance).factors(like, depths, lambda: known).expand(1, 8, depths)
-    assert torch.allclose(adaptive[0][inside], fixed[0][inside].clamp(min=1e-6), rtol=1e-12)
-    # Negative control: the property tells weightings apart.
-    assert depths == 1 or not torch.allclose(
-        DPace().factors(like, depths, lambda: known)[0][inside], fixed[0][inside]
-    )
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 100))
-def test_there_and_back_again(length: int, depths: int, seed: int):
-    values = torch.rand(2, length, depths, generator=torch.Generator().manual_seed(seed))
-    rounds = align_to_round(values)
-    inside = begun(length, depths)
-    assert torch.equal(align_to_position(rounds), torch.where(inside, values, 0.0))
-    assert all(
-        rounds[1, a, s] == values[1, a + s, s]
-        for a in range(length)
-        for s in range(depths)
-        if a + s < length
-    )
-
-
 def test_a_step_that_stands_for_several_depths_gets_their_weights():
     given_factors = torch.tensor([1.0, 0.5, 0.25, 0.125])
     assert torch.equal(folded(given_factors, 4), given_factors)
@@ -149,9 +113,7 @@ def by_hand(drafter, target: Target, batch: TextBatch, name: str) -> torch.Tenso
     """Forward KL, round by round, with the weights left out of the gradient."""
     _, hidden = target.states(batch.input_ids, batch.attention_mask, ())
     p = target.head(hidden).softmax(dim=-1)
-    unroll = UnrollBatch(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask, taps=None, num_steps=DEPTHS
-    )
+    unroll = unroll_batch(drafter, target, batch.input_ids, DEPTHS)
     q = [(step.hidden @ drafter.head_weight().T).softmax(dim=-1) for step in drafter.unroll(unroll)]
     total = torch.zeros((), dtype=torch.float64)
     for row in range(len(batch.input_ids)):
@@ -287,11 +249,7 @@ def test_a_language_models_token_counts_for_every_round_that_reaches_it(target):
     chances = [float(alone.keep[0, at, 0]) if batch.weights[0, at] > 0 else 1.0 for at in range(9)]
     expected = 0.0
     for at in range(9):
-        single = TextBatch(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            weights=batch.weights * (torch.arange(9) == at),
-        )
+        single = replace(batch, weights=batch.weights * (torch.arange(9) == at))
         value = unrolled_loss(
             drafter, LiveSource(target), single, num_steps=1, weighting=Exponential(1.0)
         ).total.item()
