@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 
@@ -7,16 +9,16 @@ from draftsmith.kernels.acceptance import walk_rounds
 from draftsmith.train.objective.rounds_of_text import answers, deepen, predicted_tau, stretches
 
 
-def simulate(keep: torch.Tensor, generator: torch.Generator) -> tuple[int, list[int], list[int]]:
+def simulate(keep: list[list[float]], chance: Random) -> tuple[int, list[int], list[int]]:
     """One text emitted round by round: rounds, and offered and accepted per position."""
-    num_tokens, depth = keep.shape
+    num_tokens, depth = len(keep), len(keep[0])
     rounds, offered, accepted, start = 0, [0] * depth, [0] * depth, 0
     while start < num_tokens:
         rounds += 1
         kept = 0
         while kept < depth and start + kept < num_tokens:
             offered[kept] += 1
-            if torch.rand((), generator=generator) >= keep[start, kept]:
+            if chance.random() >= keep[start][kept]:
                 break
             accepted[kept] += 1
             kept += 1
@@ -29,7 +31,8 @@ def test_walked_rounds_match_a_simulation():
     keep = torch.rand(9, 3, generator=generator)
     walked = walk_rounds(keep)
     expected_num = float(walked.rounds.sum())
-    runs = [simulate(keep, generator) for _ in range(4000)]
+    chance, chances = Random(0), keep.tolist()
+    runs = [simulate(chances, chance) for _ in range(4000)]
     rounds = torch.tensor([run[0] for run in runs], dtype=torch.float64)
     # Five standard errors of each simulated mean.
     assert abs(rounds.mean() - expected_num) < 5 * rounds.std() / len(runs) ** 0.5
