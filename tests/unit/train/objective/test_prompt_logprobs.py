@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
 
 import httpx
 import pytest
@@ -152,27 +150,6 @@ def test_options_of_vllm_are_named_for_bad_requests_alone(
         assert ("--max-logprobs" in str(refused.value)) is is_named
         assert isinstance(refused.value, Refused) is not is_named
     assert not pauses
-
-
-def test_texts_of_a_batch_share_few_threads_and_keep_their_order(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logprobs = source(StandIn(target))
-    ids = torch.arange(3, 3 + 7 * 4).view(7, 4)
-    single = [read(logprobs, batch(row[None])) for row in ids]
-    started: list[object] = []
-    begin = prompt_logprobs.in_background
-
-    def counted(ask: Callable[[], Any]) -> Future[Any]:
-        started.append(ask)
-        return begin(ask)
-
-    monkeypatch.setattr(prompt_logprobs, "AT_ONCE", 3)
-    monkeypatch.setattr(prompt_logprobs, "in_background", counted)
-    found = read(logprobs, batch(ids))
-    assert len(started) == 3
-    for part, parts in zip(found, zip(*single, strict=True), strict=True):
-        assert torch.equal(part, torch.cat(parts))
 
 
 def test_other_answers_are_refused_in_a_sentence(target: Target) -> None:
