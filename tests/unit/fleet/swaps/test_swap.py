@@ -4,7 +4,6 @@ is wrong with it leaves the served draft as it was."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,14 @@ from draftsmith.fleet.swaps.proposer import SwappedProposer
 from draftsmith.fleet.swaps.swap import Swaps, Watch
 from tests.unit.fleet.swaps.stand_in import (
     CONFIG,
+    WIDTH,
     expected_logits,
     initialize,
     logits_of,
     tensors_of_seed,
     write_version,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -35,11 +36,8 @@ def swaps(worker: Any) -> Swaps:
 
 
 def settled(swaps: Swaps) -> dict[str, Any]:
-    deadline_s = time.monotonic() + 20
-    while (found := swaps.status())["state"] == "working":
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
-    return found
+    wait_until(lambda: swaps.status()["state"] != "working")
+    return swaps.status()
 
 
 def applied(swaps: Swaps, folder: Path, version: str) -> dict[str, Any]:
@@ -92,101 +90,73 @@ def test_nothing_is_copied_where_a_version_is_loaded_already(
     assert found["last_swap"]["recent_tokens"] == 0
 
 
-def nan(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["norm"][3] = torch.nan
-
-
-def misshapen(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["values.weight"] = torch.zeros(3, 3)
-
-
-def missing(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors["norm"]
-
-
-def unknown(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["other.weight"] = torch.zeros(2)
-
-
-def other_dtype(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["norm"] = tensors["norm"].half()
-
-
-def empty(tensors: dict[str, torch.Tensor]) -> None:
-    tensors.clear()
-
-
-def overflowing(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["values.weight"] *= 1e38
-    tensors["lm_head.weight"] *= 1e38
-
-
 @pytest.mark.parametrize(
-    ("spoil", "sentence"),
+    ("changes", "sentence"),
     [
-        (nan, "'norm' of .* NaN or infinite"),
-        (misshapen, "'values.weight'.*F32\\[3, 3\\], of the served draft F32\\[4, 8\\]"),
-        (missing, "lacks 'norm'"),
-        (unknown, "has 'other.weight'"),
-        (other_dtype, "F16"),
-        (empty, "no tensors"),
-        (overflowing, "not finite"),
+        ({"norm": torch.full((WIDTH,), torch.nan)}, "'norm' of .* NaN or infinite"),
+        (
+            {"values.weight": torch.zeros(3, 3)},
+            "'values.weight'.*F32\\[3, 3\\], of the served draft F32\\[4, 8\\]",
+        ),
+        ({"norm": None}, "lacks 'norm'"),
+        ({"other.weight": torch.zeros(2)}, "has 'other.weight'"),
+        ({"norm": torch.ones(WIDTH).half()}, "F16"),
+        (dict.fromkeys(tensors_of_seed(2)), "no tensors"),
+        (
+            {name: 1e38 * tensors_of_seed(2)[name] for name in ("values.weight", "lm_head.weight")},
+            "not finite",
+        ),
     ],
 )
 def test_a_spoilt_version_leaves_the_served_one(
     swaps: Swaps,
     worker: Any,
     tmp_path: Path,
-    spoil: Callable[[dict[str, torch.Tensor]], None],
+    changes: dict[str, torch.Tensor | None],
     sentence: str,
 ) -> None:
-    tensors = tensors_of_seed(2)
-    spoil(tensors)
+    spoilt = tensors_of_seed(2) | changes
+    tensors = {name: one for name, one in spoilt.items() if one is not None}
     check_refused(swaps, worker, write_version(tmp_path / "v2", tensors), sentence, tmp_path)
 
 
-def truncated(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-40])
-
-
-def torn(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\0" * 100)
-
-
-def half_uploaded(folder: Path) -> None:
-    index = {"weight_map": {"norm": "model.safetensors", "more": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def without_tensors(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def without_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def other_family(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["Other"]}))
+HALF_UPLOADED = {"weight_map": {"norm": "model.safetensors", "more": "model-2.safetensors"}}
+WEIGHTS = "model.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("spoil", "sentence"),
+    ("name", "spoil", "sentence"),
     [
-        (truncated, "damaged"),
-        (torn, "damaged"),
-        (half_uploaded, "model-2.safetensors' do not exist"),
-        (without_tensors, "model.safetensors' do not exist"),
-        (without_config, "config.json"),
-        (other_family, "architectures=\\['Other'\\]"),
+        (WEIGHTS, lambda data: data[:-40], "damaged"),
+        (WEIGHTS, lambda data: b"\0" * 100, "damaged"),
+        (
+            f"{WEIGHTS}.index.json",
+            lambda data: json.dumps(HALF_UPLOADED).encode(),
+            "model-2.safetensors' do not exist",
+        ),
+        (WEIGHTS, None, "model.safetensors' do not exist"),
+        ("config.json", None, "config.json"),
+        (
+            "config.json",
+            lambda data: json.dumps(CONFIG | {"architectures": ["Other"]}).encode(),
+            "architectures=\\['Other'\\]",
+        ),
     ],
 )
 def test_a_broken_folder_leaves_the_served_draft(
-    swaps: Swaps, worker: Any, tmp_path: Path, spoil: Callable[[Path], None], sentence: str
+    swaps: Swaps,
+    worker: Any,
+    tmp_path: Path,
+    name: str,
+    spoil: Callable[[bytes], bytes] | None,
+    sentence: str,
 ) -> None:
     folder = write_version(tmp_path / "v2", tensors_of_seed(2))
-    spoil(folder)
+    path = folder / name
+    if spoil is None:
+        path.unlink()
+    else:
+        path.write_bytes(spoil(path.read_bytes() if path.exists() else b""))
     check_refused(swaps, worker, folder, sentence, tmp_path)
 
 
