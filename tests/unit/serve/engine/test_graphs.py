@@ -16,32 +16,23 @@ from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import CudaCapturer
 from draftsmith.kernels.verify.verdict import DraftTree
 from draftsmith.serve.engine.graphs import DraftedIds, PassGraphs, PassInputs
+from tests.device_traffic import StandInCapturer
 
 BLOCK, MAX_BLOCKS, MAX_BATCH, PER_ROW, TAPS = 4, 8, 5, 6, (0, 3)
 
 
-class ReplayingGraph:
-    """As a CUDA graph does: runs on the tensors it was captured with, whatever they hold by
-    then."""
+class Keeping(StandInCapturer):
+    """Knows the bytes of what captures gave out, by address."""
 
-    def __init__(self, run: Callable[[], object]):
-        self.run = run
-
-    def replay(self) -> None:
-        self.run()
-
-
-class FakeCapturer:
     def __init__(self) -> None:
-        self.captures = 0
-        self.kept: dict[int, int] = {}  # bytes of what captures gave out, by address
+        super().__init__()
+        self.kept: dict[int, int] = {}
 
-    def capture(self, run: Callable[[], object]) -> tuple[ReplayingGraph, object]:
-        self.captures += 1
-        output = run()
+    def capture(self, run: Callable[[], object]) -> tuple[object, object]:
+        graph, output = super().capture(run)
         for tensor in vars(output).values() if output is not None else ():
             self.kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return ReplayingGraph(run), output
+        return graph, output
 
 
 def make_graphs(target: Target, capturer: object, **options: object) -> PassGraphs:
@@ -147,7 +138,7 @@ def assert_rounds_equal(target: Target, capturer: object, device: torch.device |
 
 
 def test_replayed_rounds_are_the_eager_ones(target):
-    assert_rounds_equal(target, FakeCapturer(), "cpu")
+    assert_rounds_equal(target, StandInCapturer(), "cpu")
 
 
 @pytest.mark.gpu
@@ -174,7 +165,7 @@ def storages(value: object, found: dict[int, int]) -> dict[int, int]:
 
 def test_one_output_serves_all_shapes(target):
     """Not one kept logits tensor a graph: at a vocabulary of 128k those were gigabytes."""
-    capturer = FakeCapturer()
+    capturer = Keeping()
     graphs = make_graphs(target, capturer)
     warm_up(graphs)
     assert graphs.num_graphs == len(graphs.shapes) > 10
@@ -185,13 +176,13 @@ def test_one_output_serves_all_shapes(target):
 
 
 def test_a_pass_too_large_for_every_graph_is_left_alone(target):
-    graphs = make_graphs(target, FakeCapturer(), max_batch=1, per_row=1)
+    graphs = make_graphs(target, StandInCapturer(), max_batch=1, per_row=1)
     assert graphs.run(round_of([9], [0], 0), ()) is None
     assert graphs.run(round_of([1], [0], 0), ()) is not None
 
 
 def test_padding_stays_in_the_null_block(target):
-    graphs = make_graphs(target, FakeCapturer())
+    graphs = make_graphs(target, StandInCapturer())
     # What an earlier round has left there must not be read as a padding row's blocks.
     graphs.run(round_of([2] * 5, [0] * 5, 0), ())
     for part in (*graphs.pool.keys, *graphs.pool.values):
@@ -227,7 +218,7 @@ def test_a_model_that_cannot_be_captured_is_served_without_graphs(target, caplog
 
 
 def test_a_lack_of_memory_leaves_the_shape_out(target, caplog):
-    class Small(FakeCapturer):
+    class Small(StandInCapturer):
         """Has no room for more than 4 tokens."""
 
         def capture(self, run):
@@ -249,7 +240,7 @@ def test_a_lack_of_memory_leaves_the_shape_out(target, caplog):
 
 
 def test_drafted_tokens_are_written_into_a_pass(target):
-    graphs, plain = make_graphs(target, FakeCapturer()), round_of([3, 2], [3, 4], 0)
+    graphs, plain = make_graphs(target, StandInCapturer()), round_of([3, 2], [3, 4], 0)
     drafted, moves = DraftedIds(torch.tensor([[71, 72], [73, 0]]), None), ([0, 1, 2], [1, 2, 4])
     expected = eager(
         target, graphs.pool, plain._replace(ids=[plain.ids[0], 71, 72, plain.ids[3], 73]), ()
