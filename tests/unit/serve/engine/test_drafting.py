@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import torch
 
-from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
+from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.kernels.dispatch import Upload
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.engine.live_draft import LiveDraft
-from draftsmith.serve.engine.proposal import Drafted, RoundProposal
+from draftsmith.serve.engine.proposal import Drafted
 from draftsmith.serve.engine.propose import ProposalRequest, Proposer
 from draftsmith.serve.requests.request import DraftState
 from draftsmith.serve.stats import EngineStats
@@ -34,12 +34,7 @@ class BrokenLater:
         )
 
 
-def proposer_of(drafter: ServingDrafter) -> Proposer:
-    unused = cast(Any, None)
-    return Proposer(LiveDraft(drafter, unused, EngineStats()), None, vocab_size=8)
-
-
-def proposed(drafter: ServingDrafter) -> RoundProposal:
+def test_tokens_before_a_broken_distribution_are_still_verified() -> None:
     request = SimpleNamespace(
         id="a", tokens=[1, 2, 3], draft=DraftState(), num_tokens=3, repeatable=False
     )
@@ -54,39 +49,10 @@ def proposed(drafter: ServingDrafter) -> RoundProposal:
         0.0,
         Upload(torch.device("cpu")),
     )
-    found = proposer_of(drafter).propose(asked)
-    assert found is not None
-    return found
-
-
-def read(drafter: ServingDrafter) -> Drafted:
-    proposal = proposed(drafter)
+    draft = LiveDraft(BrokenLater(), cast(Any, None), EngineStats())
+    proposal = Proposer(draft, None, vocab_size=8).propose(asked)
+    assert proposal is not None
     report = torch.cat(proposal.report, dim=1).tolist()
-    return Drafted.of(proposal, report, [2] * len(proposal.sizes), vocab_size=8)
-
-
-def test_tokens_before_a_broken_distribution_are_still_verified() -> None:
-    drafted = read(BrokenLater())
+    drafted = Drafted.of(proposal, report, [2] * len(proposal.sizes), vocab_size=8)
     assert drafted.chains == [[1, 2], [3], []]
     assert [drafted.is_read(row) for row in range(3)] == [True, False, False]
-
-
-class Copies:
-    """Row 1 is copied from text."""
-
-    family = "copies"
-    taps: tuple[int, ...] = ()
-
-    def propose(self, inputs: DraftInputs) -> Proposal:
-        return Proposal(
-            tokens=torch.tensor([[1, 2], [3, 4], [5, 6]]),
-            lengths=torch.tensor([2, 2, 2]),
-            logits=torch.zeros(3, 2, 8),
-            copied=frozenset({1}),
-        )
-
-
-def test_rows_that_text_drafted_are_not_counted_as_the_drafts() -> None:
-    drafted = read(Copies())
-    assert [drafted.by_draft(row) for row in range(4)] == [True, False, True, False]
-    assert [drafted.is_read(row) for row in range(4)] == [True, True, True, False]

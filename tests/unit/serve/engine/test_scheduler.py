@@ -56,26 +56,6 @@ def observe(scheduler: Scheduler, schedule: Schedule, *, accepting: bool) -> int
     return k
 
 
-def check(scheduler: Scheduler, schedule: Schedule) -> None:
-    rows = schedule.rows
-    assert len({id(row.request) for row in rows}) == len(rows) <= scheduler.max_batch
-    held: list[int] = []
-    for request in scheduler.running:
-        held += request.blocks
-        assert 0 <= request.slot < scheduler.max_batch
-    assert len(held) == len(set(held)) == scheduler.blocks.num_usable - scheduler.blocks.num_free
-    for request in scheduler.waiting:
-        assert request.blocks == [] and request.cache.computed == 0 and request.slot == -1
-    for row in rows:
-        assert row.begin == row.request.cache.computed and row.count >= 1
-        assert (
-            len(row.request.blocks) * scheduler.blocks.block_size >= row.begin + row.count + row.k
-        )
-        assert row.request in scheduler.running
-    prompt_tokens = sum(row.count for row in rows if row.count > 1)
-    assert prompt_tokens <= max(scheduler.max_round_tokens, scheduler.blocks.block_size)
-
-
 def test_prompts_are_fed_in_pieces_beside_decoding_rows() -> None:
     scheduler = make_scheduler(max_round_tokens=10)
     short, long = make_request("short", 3, 20, k=2), make_request("long", 25, 5)
@@ -102,7 +82,6 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first() -> None:
     always = random.Random(0)
     while not first.finished:
         schedule = scheduler.schedule()
-        check(scheduler, schedule)
         assert first in scheduler.running
         play(scheduler, schedule, always)
     assert second.num_preemptions > 0 and first.num_preemptions == 0
