@@ -19,6 +19,7 @@ from draftsmith.train.config import EvalConfig
 from draftsmith.train.evaluate.answers import suite_texts
 
 PROMPTS = [[5 + n, 40, 200, 11] for n in range(10)]
+SAMPLED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 @pytest.fixture
@@ -48,44 +49,21 @@ def data(target, write_data) -> str:
         for n, (prompt, answer) in enumerate(zip(PROMPTS, answers))
     ]
     rows.append({"name": "seen", "split": "train", "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
-    return str(
-        write_data(
-            rows,
-            provenance={
-                "target_revision": target.revision,
-                "temperature": 1.0,
-                "top_k": 0,
-                "top_p": 1.0,
-            },
-        )
-    )
+    return str(write_data(rows, provenance=SAMPLED | {"target_revision": target.revision}))
 
 
-def evaluate(capsys, target, draft, data, *options: str) -> str:
-    status = cli.main(
-        [
-            "eval",
-            "--target",
-            target.name,
-            "--draft",
-            draft,
-            "--data",
-            data,
-            "--max-tokens",
-            "8",
-            "--k",
-            "3",
-            *options,
-        ]
-    )
+def evaluate(capsys, target, draft, data, *options: str, tokens: int = 8, k: int = 3):
+    """What is printed, as `capsys` gives it."""
+    command = ["eval", "--target", target.name, "--draft", draft, "--data", data]
+    status = cli.main([*command, "--max-tokens", f"{tokens}", "--k", f"{k}", *options])
     captured = capsys.readouterr()
     assert status == 0, captured.err
-    return captured.out
+    return captured
 
 
 def test_both_temperatures_are_measured_shown_and_stored(target, draft, data, tmp_path, capsys):
     out = tmp_path / "figures.json"
-    said = evaluate(capsys, target, draft, data, "--out", str(out), "--store")
+    said = evaluate(capsys, target, draft, data, "--out", str(out), "--store").out
     greedy, sampled = read_json(out)["evaluation"]
     assert (greedy["temperature"], sampled["temperature"]) == (0.0, 1.0)
     # Fresh greedy answers (an early end of text shortens them); the sampled ones are the data's own
@@ -112,10 +90,11 @@ def test_as_many_tokens_are_drafted_as_the_draft_was_trained_for(
     target, draft, data, tmp_path, capsys
 ):
     options = ["eval", target.name, "--draft", draft, "--data", data, "--temperature", "0"]
+    options += ["--prompts", "1", "--max-tokens", "3"]
     record = tmp_path / "draft" / "draftsmith.json"
     for training, k in (({}, 4), ({"config": {"unroll": {"steps": 2}}}, 2)):
         record.write_text(json.dumps(read_json(record) | {"training": training}))
-        assert cli.main([*options, "--prompts", "2", "--max-tokens", "4"]) == 0
+        assert cli.main(options) == 0
         said = capsys.readouterr().out
         assert f"{k} drafted tokens per round" in said
         assert f"alpha_{k} " in said and f"alpha_{k + 1}" not in said
@@ -136,7 +115,7 @@ def test_several_folders_are_measured_together_and_each(
     said = evaluate(
         capsys, target, draft, data, "--data", greedy, "--out", str(out), "--temperature", "1",
         "--held-out", "1",
-    )  # fmt: skip
+    ).out  # fmt: skip
     found = read_json(out)["evaluation"][0]
     own = found["folders"]
     assert set(own) == {data, greedy} and f"| {greedy} |" in said
@@ -153,23 +132,13 @@ def test_texts_of_a_folder_of_several_temperatures_are_kept_at_their_own(
         (answer,) = target.answer(
             [PROMPTS[n]], max_new_tokens=12, temperature=temperature, ignore_eos=True
         )
-        rows.append(
-            {
-                "name": f"{n}",
-                "input_ids": PROMPTS[n] + answer,
-                "loss_mask": [0] * 4 + [1] * 12,
-                "temperature": float(np.float32(temperature)),
-            }
-        )
-    provenance = {
-        "target_revision": target.revision, "temperature": [0.7, 1.0], "top_k": 0, "top_p": 1.0,
-    }  # fmt: skip
+        row = {"name": f"{n}", "input_ids": PROMPTS[n] + answer, "loss_mask": [0] * 4 + [1] * 12}
+        rows.append(row | {"temperature": float(np.float32(temperature))})
+    provenance = SAMPLED | {"target_revision": target.revision, "temperature": [0.7, 1.0]}
     folder = str(write_data(rows, name="several", provenance=provenance))
     out = tmp_path / "figures.json"
-    evaluate(
-        capsys, target, draft, folder, "--temperature", "0.7", "1", "--held-out", "1",
-        "--max-tokens", "1", "--out", str(out),
-    )  # fmt: skip
+    options = ("--temperature", "0.7", "1", "--held-out", "1", "--out", str(out))
+    evaluate(capsys, target, draft, folder, *options, tokens=1)
     # Two of 12 tokens are the folder's own, and two of one token are new answers.
     assert [one["tokens"] for one in read_json(out)["evaluation"]] == [26, 26]
 
@@ -182,7 +151,7 @@ def test_trees_are_measured_beside_the_chain(target, data, tmp_path, capsys):
     said = evaluate(
         capsys, target, str(folder), data, "--tree", *trees, "--prompts", "4", "--temperature",
         "0", "1", "--out", str(out), "--store",
-    )  # fmt: skip
+    ).out  # fmt: skip
     found = read_json(out)["evaluation"]
     for one in found:
         assert [each["tree"] for each in one["trees"]] == trees
@@ -331,47 +300,27 @@ def test_figures_without_a_record_to_keep_them_are_not_worked_out(target, data, 
     assert "draftsmith.json' does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kept_back", "is_told"), [(0.1, True), (0.5, False)])
-def test_text_that_the_draft_was_trained_on_is_told(
-    kept_back, is_told, target, draft, write_data, tmp_path, capsys
-):
+def test_text_that_the_draft_was_trained_on_is_told(target, draft, write_data, tmp_path, capsys):
     """The default share of `eval` need not be that of the training."""
     rows = [
         {"name": f"{n}", "input_ids": prompt, "loss_mask": [0, 1, 1, 1]}
         for n, prompt in enumerate(PROMPTS)
     ]
     record, provenance = tmp_path / "draft" / "draftsmith.json", {"prompts_hash": "abc"}
-    record.write_text(
-        json.dumps(
-            read_json(record)
-            | {"training": {"config": {"held_out": kept_back}, "data": provenance}}
-        )
-    )
-    folder = write_data(rows, name="same", provenance=provenance)
-    options = [
-        "--target",
-        target.name,
-        "--draft",
-        draft,
-        "--data",
-        str(folder),
-        "--k",
-        "2",
-        "--max-tokens",
-        "4",
-    ]
-    options += ["--temperature", "0", "--held-out"]
-    assert cli.main(["eval", *options, "0.4"]) == 0
-    assert (
-        "the draft has seen the rest; give --held-out 0.1" in capsys.readouterr().err
-    ) is is_told
-    assert cli.main(["eval", *options, "0"]) == 0
-    assert "nothing of" in capsys.readouterr().err
+    folder = str(write_data(rows, name="same", provenance=provenance))
+    for kept_back, held_out, told in (
+        (0.1, "0.4", "the draft has seen the rest; give --held-out 0.1"),
+        (0.5, "0.4", None),
+        (0.5, "0", "nothing of"),
+    ):
+        training = {"config": {"held_out": kept_back}, "data": provenance}
+        record.write_text(json.dumps(read_json(record) | {"training": training}))
+        options = ("--temperature", "0", "--held-out", held_out)
+        said = evaluate(capsys, target, draft, folder, *options, tokens=1, k=2).err
+        assert told in said if told else "the draft has seen" not in said
 
 
 def test_a_draft_for_another_vocabulary_is_refused(tiny_target, draft, data, capsys):
-    assert (
-        cli.main(["eval", "--target", tiny_target("other_vocab"), "--draft", draft, "--data", data])
-        == 2
-    )
+    command = ["eval", "--target", tiny_target("other_vocab"), "--draft", draft, "--data", data]
+    assert cli.main(command) == 2
     assert "288" in capsys.readouterr().err
