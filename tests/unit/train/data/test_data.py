@@ -239,16 +239,6 @@ def test_every_sequence_once_an_epoch_in_a_new_order():
     assert first != second and plan(seed=1) != plan(seed=0)
 
 
-def test_ranks_share_the_stream_of_one_process():
-    whole = plan(num_batches=40)
-    shares = [plan(rank=rank, world_size=2, num_batches=20) for rank in (0, 1)]
-    assert [batch for pair in zip(*shares) for batch in pair] == whole
-
-
-def test_a_longer_run_begins_like_a_shorter_one():
-    assert plan(num_batches=60)[:26] == plan(num_batches=26)
-
-
 def test_buckets_limit_padding():
     def padding(batches: list[Batch]) -> int:
         sizes = [[sum(LENGTHS[at] for at in row) for row in batch] for batch in batches]
@@ -274,10 +264,13 @@ def test_packed_rows_are_full_and_hold_every_sequence_once_an_epoch():
     assert sorted(len(batch) for batch in batches)[1:] == [4] * (count - 1)
 
 
-def test_packed_plans_resume_and_share_like_others():
-    whole = plan(num_batches=40, row_length=60)
-    assert plan(num_batches=60, row_length=60)[:40] == whole
-    shares = [plan(rank=rank, world_size=2, num_batches=20, row_length=60) for rank in (0, 1)]
+@pytest.mark.parametrize("row_length", [None, 60])
+def test_a_longer_run_begins_like_a_shorter_one_and_ranks_share_the_stream_of_one(row_length):
+    whole = plan(num_batches=40, row_length=row_length)
+    assert plan(num_batches=60, row_length=row_length)[:40] == whole
+    shares = [
+        plan(rank=rank, world_size=2, num_batches=20, row_length=row_length) for rank in (0, 1)
+    ]
     assert [batch for pair in zip(*shares) for batch in pair] == whole
 
 

@@ -7,6 +7,8 @@ take their softmax in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -26,6 +28,8 @@ from draftsmith.drafters.options import (
 )
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.train.data.batches import pack
+from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
@@ -46,44 +50,18 @@ OPTIONS = {
 }
 
 
-def texts() -> list[torch.Tensor]:
+def batch(rows: Sequence[tuple[int, ...]], *, segments: bool) -> TextBatch:
+    """Every token but the first of its text counts, each differently."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 288, (length,), generator=generator) for length in LENGTHS]
-
-
-def weights_of(texts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Every token but the first counts, each differently."""
-    generator = torch.Generator().manual_seed(1)
-    weights = [
-        torch.rand(len(text), generator=generator, dtype=torch.float64) + 0.1 for text in texts
-    ]
-    for weight in weights:
-        weight[0] = 0.0
-    return weights
-
-
-def batch(rows: list[tuple[int, ...]], *, segments: bool) -> TextBatch:
-    found, weights = texts(), weights_of(texts())
-    width = max(sum(len(found[at]) for at in row) for row in rows)
-    ids, mask = (
-        torch.zeros(len(rows), width, dtype=torch.int64),
-        torch.zeros(len(rows), width, dtype=torch.int64),
-    )
-    weight, numbers = (
-        torch.zeros(len(rows), width, dtype=torch.float64),
-        torch.full((len(rows), width), -1),
-    )
-    for index, row in enumerate(rows):
-        size = sum(len(found[at]) for at in row)
-        ids[index, :size] = torch.cat([found[at] for at in row])
-        weight[index, :size] = torch.cat([weights[at] for at in row])
-        mask[index, :size] = 1
-        numbers[index, :size] = torch.cat(
-            [torch.full((len(found[at]),), number) for number, at in enumerate(row)]
+    texts = [
+        TokenSequence(
+            "", torch.randint(3, 288, (length,), generator=generator), torch.arange(length) > 0
         )
-    return TextBatch(
-        input_ids=ids, attention_mask=mask, weights=weight, segments=numbers if segments else None
-    )
+        for length in LENGTHS
+    ]
+    found = pack([[texts[at] for at in row] for row in rows])
+    weights = found.weights.double() * (0.1 + 0.1 * (found.input_ids % 10))
+    return replace(found, weights=weights, segments=found.segments if segments else None)
 
 
 @cache
@@ -120,7 +98,7 @@ def test_packed_equals_unpacked(tiny_target, family, arch):
         family, folder, batch([(at,) for at in range(len(LENGTHS))], segments=False)
     )
     packed_loss, packed_gradients, packed_weight = trained(
-        family, folder, batch(list(ROWS), segments=True)
+        family, folder, batch(ROWS, segments=True)
     )
     tolerance = 1e-5 if arch == "gemma2" else 1e-9
     assert torch.allclose(packed_weight, weight, rtol=1e-12)
@@ -133,6 +111,6 @@ def test_packed_equals_unpacked(tiny_target, family, arch):
 def test_texts_that_saw_each_other_would_be_noticed(tiny_target, family):
     """Negative control: the same rows read as one text each."""
     folder = tiny_target("llama")
-    loss, _, _ = trained(family, folder, batch(list(ROWS), segments=True))
-    mixed, _, _ = trained(family, folder, batch(list(ROWS), segments=False))
+    loss, _, _ = trained(family, folder, batch(ROWS, segments=True))
+    mixed, _, _ = trained(family, folder, batch(ROWS, segments=False))
     assert abs(mixed.item() - loss.item()) > 1e-2 * loss.item()
