@@ -3,102 +3,49 @@ read from it."""
 
 from __future__ import annotations
 
-import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.files import write_json
-from draftsmith.train.config import ExportConfig
-from draftsmith.train.export.command import run
+from draftsmith.files import read_json, write_json
+from tests.unit.train.export.conftest import export, saved
 
 VOCAB, HIDDEN = 288, 32  # of tiny_target("llama"), which has 4 layers
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "hidden_act": (
-        "silu"
-    ),
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 256, "rope_theta": 10000.0,
-    "vocab_size": VOCAB, "draft_vocab_size": 100,
-    "tie_word_embeddings": False, "attention_bias": False, "target_hidden_size": HIDDEN,
-    "num_aux_hidden_states": 3,
-    "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
-    "dtype": (
-        "float32"
-    ),
-    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-    "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
-}  # fmt: skip
-
-
-SHAPES: dict[str, tuple[int, ...]] = {
-    "fc.weight": (HIDDEN, 3 * HIDDEN),
-    "norm.weight": (HIDDEN,),
-    "midlayer.self_attn.q_proj.weight": (32, 2 * HIDDEN),
-    "midlayer.self_attn.k_proj.weight": (16, 2 * HIDDEN),
-    "midlayer.self_attn.v_proj.weight": (16, 2 * HIDDEN),
-    "midlayer.self_attn.o_proj.weight": (HIDDEN, 32),
-    "midlayer.mlp.gate_proj.weight": (48, HIDDEN),
-    "midlayer.mlp.up_proj.weight": (48, HIDDEN),
-    "midlayer.mlp.down_proj.weight": (HIDDEN, 48),
-    "midlayer.input_layernorm.weight": (HIDDEN,),
-    "midlayer.hidden_norm.weight": (HIDDEN,),
-    "midlayer.post_attention_layernorm.weight": (HIDDEN,),
-}
-
-
-def random_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = SHAPES | {"lm_head.weight": (config["draft_vocab_size"], HIDDEN)}
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    if config["draft_vocab_size"] != config["vocab_size"]:
-        ids = torch.randperm(VOCAB, generator=generator)[: config["draft_vocab_size"]].sort().values
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
-    return tensors
 
 
 @pytest.fixture
-def make_draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., Path]:
+def make_draft(
+    tmp_path: Path, target: Target, tiny_target: Callable[..., str]
+) -> Callable[..., Path]:
     """`make_draft(change)` writes an EAGLE-3 checkpoint after `change(config, tensors)`."""
 
     def draft(
         change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object] | None = None,
     ) -> Path:
         folder = tmp_path / "draft"
-        folder.mkdir(exist_ok=True)
-        config = copy.deepcopy(CONFIG)
-        tensors = random_tensors(config)
+        shutil.rmtree(folder, ignore_errors=True)
+        saved("eagle3", target, folder, draft_vocab_size=100, taps=(1, 2, 3))
+        config, tensors = read_json(folder / "config.json"), load_file(folder / "model.safetensors")
         if change is not None:
             change(config, tensors)
         write_json(folder / "config.json", config)
         save_file(tensors, folder / "model.safetensors")
-        target = {"name": tiny_target("llama"), "vocab_size": VOCAB}
+        record = {"name": tiny_target("llama"), "vocab_size": VOCAB}
         write_json(
             folder / "draftsmith.json",
-            {"schema": 1, "family": "eagle3", "target": target, "evaluation": {}},
+            {"schema": 1, "family": "eagle3", "target": record, "evaluation": {}},
         )
         return folder
 
     return draft
-
-
-def export(draft: Path, engine: str, **options: Any) -> Path:
-    out = draft.parent / f"out-{engine}"
-    assert run(ExportConfig(draft=str(draft), to=engine, out=str(out), **options)) == 0
-    return out
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
 
 
 def drop(*names: str) -> Callable[..., None]:
@@ -134,7 +81,7 @@ def test_layers_are_written_for_both_engines_whichever_was_named(
 ) -> None:
     """vLLM's key counts the inputs of layers, SGLang's their outputs."""
     for engine in ("vllm", "sglang"):
-        config = read_config(export(make_draft(change), engine))
+        config = read_json(export(make_draft(change), engine) / "config.json")
         assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
         assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
         assert config["num_aux_hidden_states"] == 3
@@ -209,13 +156,13 @@ def normed(key: str) -> Callable[..., None]:
 )
 def test_norms_go_where_they_are_read(make_draft: Callable[..., Path], key: str) -> None:
     draft = make_draft(normed(key))
-    assert read_config(export(draft, "vllm"))[key] is True
-    assert read_config(export(draft, "speculators"))[key] is True
+    assert read_json(export(draft, "vllm") / "config.json")[key] is True
+    assert read_json(export(draft, "speculators") / "config.json")[key] is True
     if key == "norm_before_residual":
         with pytest.raises(UserError, match="SGLang cannot express"):
             export(draft, "sglang")
     else:
-        assert read_config(export(draft, "sglang"))[key] is True
+        assert read_json(export(draft, "sglang") / "config.json")[key] is True
 
 
 def test_targets_with_scaled_embeddings_need_embeddings_in_the_draft(
