@@ -121,12 +121,13 @@ def test_block_efficiency_and_the_memory_bound_speed_up() -> None:
     )
 
 
-def streamed(lines: list[str]) -> PassResult:
-    """One request to a server that answers with these lines."""
+def streamed(*chunks: dict) -> PassResult:
+    """One request to a server that answers with these events."""
 
     async def measure() -> PassResult:
         client = Client("http://server", api_key=None, timeout_s=5)
-        stream = "\r\n".join(lines).encode()
+        events = [*(json.dumps(chunk, ensure_ascii=False) for chunk in chunks), "[DONE]"]
+        stream = "".join(f"data: {event}\r\n\r\n" for event in events).encode()
         client.http = httpx.AsyncClient(
             base_url="http://server",
             transport=httpx.MockTransport(lambda request: httpx.Response(200, content=stream)),
@@ -139,9 +140,7 @@ def streamed(lines: list[str]) -> PassResult:
 def test_line_ends_of_unicode_within_a_text_do_not_end_an_event() -> None:
     """Other servers send them as they are."""
     chunk = {"choices": [{"text": "one\x85two\u2028three"}], "usage": {"completion_tokens": 3}}
-    (answer,) = streamed(
-        [f"data: {json.dumps(chunk, ensure_ascii=False)}", "", "data: [DONE]", ""]
-    ).answers
+    (answer,) = streamed(chunk).answers
     assert (answer.text, answer.num_tokens) == ("one\x85two\u2028three", 3)
 
 
@@ -151,16 +150,7 @@ def test_an_answer_that_ends_with_an_error_says_which() -> None:
         "error": {"message": "out of memory", "type": "server_error", "param": None, "code": None}
     }
     with pytest.raises(UserError, match="broke an answer off: out of memory"):
-        streamed(
-            [
-                f"data: {json.dumps(begun)}",
-                "",
-                f"data: {json.dumps(failed)}",
-                "",
-                "data: [DONE]",
-                "",
-            ]
-        )
+        streamed(begun, failed)
 
 
 def test_the_started_server_gets_the_pair_that_bench_got() -> None:
