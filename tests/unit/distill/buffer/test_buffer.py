@@ -100,9 +100,7 @@ def test_an_object_store_that_is_not_reached_is_waited_out(
     monkeypatch.setattr(type(store), "ls", unreachable)
     writer = BufferWriter("memory://unreachable-test", flush_s=0.01)
     writer.put(record())
-    deadline_s = time.monotonic() + 10
-    while not caplog.records and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_until(lambda: caplog.records, 10.0)
     assert [
         line.message.count("cannot be written (RuntimeError: could not connect")
         for line in caplog.records

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,19 +29,13 @@ from draftsmith.distill.buffer.traffic import OpenRequests
 from draftsmith.distill.config import ForgetConfig
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RoundRecord, hashed, hashed_answer
+from tests.waiting import wait_until
 
 BASE = RoundRecord(
     hashed("cmpl-a-0"), round=0, target="t", target_revision="rev", draft_version="1",
     time_s=1.0, position=2, context=[5, 6], drafted=[7], accepted=1, committed=[7, 8],
     emitted=8, p=[Distribution([7, 9], [-0.1, -3.0], 0.05)], q=[Distribution([7], [0.0], 0.0)],
 )  # fmt: skip
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + 10
-    while not holds() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return holds()
 
 
 def fill(writer: BufferWriter, count: int, answer: str = "cmpl-a") -> None:
@@ -58,17 +51,16 @@ def test_fewer_requests_are_asked_for_while_the_reader_is_behind(
     url = str(tmp_path) if url == "folder" else url
     writer = BufferWriter(url, flush_s=0.01, backlog_bytes=1000, share=0.5)
     fill(writer, 200)
-    assert eventually(lambda: writer.written == 200) and writer.share == 0.5, (
-        "nobody reads: retention alone bounds it"
-    )
+    wait_until(lambda: writer.written == 200, 10.0)
+    assert writer.share == 0.5, "nobody reads: retention alone bounds it"
     reader = BufferReader(url)
     leave_progress(reader.folder, reader.name, {})
-    assert eventually(lambda: writer.share < 0.5)
+    wait_until(lambda: writer.share < 0.5, 10.0)
     assert writer.share == pytest.approx(
         0.5 * 1000 / unread_bytes(reader.folder, reader.folder.names())
     )
     assert len(reader.read(max_records=10**6).records) == 200
-    assert eventually(lambda: writer.share == 0.5)
+    wait_until(lambda: writer.share == 0.5, 10.0)
     stale = time.time() + 2 * GONE_S
     monkeypatch.setattr(folder_module.time, "time", lambda: stale)
     sweep_progress(reader.folder)
@@ -105,7 +97,7 @@ def test_a_disk_that_hangs_is_nobodys_wait(tmp_path: Path, monkeypatch: pytest.M
     writer.close()
     assert time.monotonic() - begun_s < 5.0
     hung.set()
-    assert eventually(lambda: writer.written == 100)
+    wait_until(lambda: writer.written == 100, 10.0)
 
 
 def test_an_answer_is_forgotten_by_the_buffer_its_writers_and_its_readers(
@@ -114,13 +106,13 @@ def test_an_answer_is_forgotten_by_the_buffer_its_writers_and_its_readers(
     monkeypatch.setattr(buffer_module, "LOOK_S", 0.0)
     writer = BufferWriter(str(tmp_path), flush_s=0.01)
     fill(writer, 3), fill(writer, 2, "cmpl-b")
-    assert eventually(lambda: writer.written == 5)
+    wait_until(lambda: writer.written == 5, 10.0)
     reader, late = BufferReader(str(tmp_path)), BufferReader(str(tmp_path))
     open_requests = OpenRequests(reader.read().records)
     folder = ShardFolder(str(tmp_path))
     assert forget(folder, "cmpl-a", settle_s=0.0) == 3
     fill(writer, 3), fill(writer, 1, "cmpl-b")
-    assert eventually(lambda: len(writer._queue) == 0)
+    wait_until(lambda: len(writer._queue) == 0, 10.0)
     writer.close()
     assert {one.request for one in late.read().records} == {hashed("cmpl-b-0"), hashed("cmpl-b-1")}
     stored = b"".join(folder.fetch(shard) for shard in folder.shards())

@@ -24,6 +24,7 @@ from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreach
 from draftsmith.fleet.store.mirror import Damaged, Mirror
 from draftsmith.fleet.store.publish import run
 from draftsmith.fleet.store.store import VersionStore
+from tests.waiting import wait_until
 
 
 class Copies:
@@ -187,10 +188,7 @@ def test_publish_outlives_a_folder_without_a_whole_version(
     try:
         time.sleep(0.2)
         learn(root, "two")
-        deadline_s = time.monotonic() + 30
-        while (live := VersionStore(config.to or "").current()) != 2:
-            assert time.monotonic() < deadline_s, live
-            time.sleep(0.02)
+        wait_until(lambda: VersionStore(config.to or "").current() == 2)
     finally:
         stop.set()
         thread.join()
