@@ -26,25 +26,9 @@ from draftsmith.distill.version_lifecycle import describe
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.record import Distribution
 from tests.round_records import round_record, served_text
+from tests.table_target import TableTarget
 
 VOCAB, K, ROUNDS = 32, 3, 10
-
-
-class TableTarget:
-    """p depends on the last token alone."""
-
-    name, device, vocab_size, max_positions = "table", torch.device("cpu"), VOCAB, 4096
-
-    def __init__(self, logits: torch.Tensor):
-        self.logits = logits  # [V, V]
-
-    def states(
-        self, ids: torch.Tensor, mask: torch.Tensor, taps: Sequence[int]
-    ) -> tuple[None, torch.Tensor]:
-        return None, torch.nn.functional.one_hot(ids, VOCAB).float()
-
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden @ self.logits
 
 
 @dataclass(frozen=True)
@@ -204,21 +188,18 @@ def test_the_score_of_the_served_draft_predicts_its_acceptance(
     assert abs(kept.mean() - wrong.mean()) > error
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_good_version_served_greedily_stays_and_a_worse_one_goes_back(
-    world: World, seed: int
-) -> None:
+def test_a_good_version_served_greedily_stays_and_a_worse_one_goes_back(world: World) -> None:
     """At temperature 1, as vLLM drafts by default."""
-    good = serve(world, "live", 96, sampler="greedy", seed=seed)
+    good = serve(world, "live", 96, sampler="greedy")
     assert not watched(world, good).reason
     # The control: what a score that takes all drafts as drawn makes of the same texts.
     mistaken = watched(world, named(good, "probabilistic"))
     assert "served alpha" in mistaken.reason and mistaken.version == 1
     # Served wrongly: its texts come from another draft than the one that is scored.
-    wrong = watched(world, serve(world, "bad", 96, sampler="greedy", seed=seed))
+    wrong = watched(world, serve(world, "bad", 96, sampler="greedy"))
     assert "served alpha" in wrong.reason and wrong.version == 1
     # Truly worse: served as scored, and an earlier version would be accepted more.
-    worse = serve(world, "bad", 96, sampler="greedy", seed=seed)
+    worse = serve(world, "bad", 96, sampler="greedy")
     found = watched(world, worse, live="bad", earlier="better")
     assert "the alpha of version 1" in found.reason and found.version == 1
     assert found.is_outdone and not wrong.is_outdone

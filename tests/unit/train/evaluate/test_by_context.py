@@ -13,25 +13,11 @@ from draftsmith.kernels.acceptance import bucket_of
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.command import context_table
 from draftsmith.train.evaluate.teacher_forced import Evaluation, evaluate_draft
+from tests.table_target import TableTarget
 
 VOCAB, K = 16, 3
 TURN = 300  # from here on the draft is right about every third token alone
 LENGTHS = {"short": 90, "middle": 400, "long": 700}
-
-
-class CountingTarget:
-    """Token v is always followed by v + 1."""
-
-    device = torch.device("cpu")
-    vocab_size = VOCAB
-
-    def states(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, taps: tuple[int, ...]
-    ) -> tuple[None, torch.Tensor]:
-        return None, torch.nn.functional.one_hot((input_ids + 1) % VOCAB, VOCAB).float()
-
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
 
 
 class TiringDraft:
@@ -77,7 +63,9 @@ def evaluation() -> Evaluation:
         TokenSequence(name, torch.arange(length) % VOCAB, torch.arange(length) >= 4)
         for name, length in LENGTHS.items()
     ]
-    return evaluate_draft(TiringDraft(), CountingTarget(), texts, temperature=0.0, k=K)
+    # Token v is always followed by v + 1.
+    target = TableTarget(torch.eye(VOCAB).roll(1, dims=1))
+    return evaluate_draft(TiringDraft(), target, texts, temperature=0.0, k=K)
 
 
 def test_a_planted_dependence_is_found_to_the_round(evaluation: Evaluation) -> None:
