@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.config import LearnConfig, LearnUnroll
+from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import SamplingRows, process
@@ -57,7 +60,6 @@ class Traffic:
     prefix: str = "r"
 
 
-@torch.no_grad()
 def serve(
     target: Target, drafter: Bigram, prompts: list[list[int]], traffic: Traffic
 ) -> list[RoundRecord]:
@@ -67,6 +69,7 @@ def serve(
     return records
 
 
+@torch.no_grad()
 def serve_one(
     target: Target, drafter: Bigram, prompt: list[int], request: str, traffic: Traffic
 ) -> list[RoundRecord]:
@@ -130,41 +133,41 @@ def target(tiny_target: Callable[..., str]) -> Target:
     return Target.load(tiny_target("llama"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def bigram() -> Callable[..., Bigram]:
     return Bigram
 
 
-@pytest.fixture
-def prompts() -> Callable[..., list[list[int]]]:
-    return make_prompts
-
-
-@pytest.fixture
-def traffic() -> type[Traffic]:
-    return Traffic
-
-
-@pytest.fixture
-def serving() -> Callable[..., list[RoundRecord]]:
-    """`serving(target, drafter, prompts, Traffic(...))`: the records of a lossless server."""
-    return serve
+@pytest.fixture(scope="session")
+def texts_by() -> Callable[..., list[ServedText]]:
+    """`texts_by(target, drafter, count, ...)`: what a lossless server wrote; options are those of
+    `Traffic`."""
+    return lambda target, drafter, count, **options: stitched(
+        serve(target, drafter, make_prompts(count), Traffic(**options))
+    )
 
 
 @pytest.fixture(scope="session")
 def served_texts(target: Target) -> Callable[[int], list[ServedText]]:
-    """`served_texts(count)`: the first of 24 texts of a new `Bigram`, served once a session."""
+    """`served_texts(count)`: texts of a new `Bigram`, at most 24, each served once a session."""
 
     @functools.cache
-    def records() -> list[RoundRecord]:
-        return serve(target, Bigram(target.vocab_size), make_prompts(24), Traffic())
+    def records(number: int) -> list[RoundRecord]:
+        prompt = make_prompts(24)[number]
+        return serve_one(target, Bigram(target.vocab_size), prompt, f"r{number}", Traffic())
 
-    return lambda count: stitched(records())[:count]
+    return lambda count: stitched([one for number in range(count) for one in records(number)])
 
 
 @pytest.fixture
-def texts_of() -> Callable[[list[RoundRecord]], list[ServedText]]:
-    return stitched
+def new_learner(target: Target) -> Callable[..., Learner]:
+    """`new_learner(lr=2e-2, ...)`: a learner of a `Bigram`, one step of the unroll at a time."""
+
+    def make(drafter: Bigram | None = None, **changes: Any) -> Learner:
+        config = LearnConfig(**{"unroll": LearnUnroll(steps=1)} | changes)
+        return Learner(drafter or Bigram(target.vocab_size), target, config, seed=0)
+
+    return make
 
 
 def stitched(records: list[RoundRecord]) -> list[ServedText]:

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.distill.config import LearnConfig, LearnUnroll
-from draftsmith.distill.learn.learner import Learner
-from draftsmith.drafters.target.target import Target
+from draftsmith.distill.config import LearnUnroll
 from draftsmith.train.config import WEIGHTS
 
 
@@ -19,28 +17,12 @@ def served(served_texts: Callable[[int], list[ServedText]]) -> list[ServedText]:
     return served_texts(6)
 
 
-def trained(target: Target, bigram: Callable, served: list[ServedText]) -> Learner:
-    learner = Learner(
-        bigram(288),
-        target,
-        LearnConfig(lr=2e-2, steps=10, warmup_steps=1, unroll=LearnUnroll(steps=1)),
-        seed=0,
-    )
-    learner.update(served)
-    return learner
-
-
 def test_depths_are_weighted_as_in_training(
-    target: Target, bigram: Callable, served: list[ServedText]
+    new_learner: Callable, served: list[ServedText]
 ) -> None:
     heads = []
     for weights in WEIGHTS:
-        learner = Learner(
-            bigram(288),
-            target,
-            LearnConfig(lr=1e-2, steps=3, unroll=LearnUnroll(steps=3, weights=weights)),
-            seed=0,
-        )
+        learner = new_learner(lr=1e-2, steps=3, unroll=LearnUnroll(steps=3, weights=weights))
         assert learner.update(served).broken == 0
         heads.append(learner.drafter.head)
     assert all(
@@ -49,27 +31,20 @@ def test_depths_are_weighted_as_in_training(
 
 
 def test_a_rest_after_every_step_changes_nothing_that_is_learned(
-    target: Target, bigram: Callable, served: list[ServedText]
+    new_learner: Callable, served: list[ServedText]
 ) -> None:
     spent_s: list[float] = []
-    learner = Learner(
-        bigram(288),
-        target,
-        LearnConfig(lr=2e-2, steps=10, warmup_steps=1, unroll=LearnUnroll(steps=1)),
-        seed=0,
-    )
-    learner.update(served, spent_s.append)
+    resting, other = (new_learner(lr=2e-2, steps=10, warmup_steps=1) for _ in range(2))
+    resting.update(served, spent_s.append)
+    other.update(served)
     assert len(spent_s) == 10 and all(seconds > 0 for seconds in spent_s)
-    assert torch.equal(learner.drafter.head, trained(target, bigram, served).drafter.head)
+    assert torch.equal(resting.drafter.head, other.drafter.head)
 
 
 def test_what_is_judged_is_the_mean_of_the_weights_and_training_goes_on_from_themselves(
-    target: Target, bigram: Callable, served: list[ServedText]
+    new_learner: Callable, bigram: Callable, served: list[ServedText]
 ) -> None:
-    learner, again = (
-        Learner(bigram(288), target, LearnConfig(lr=2e-2, steps=1, warmup_steps=1), seed=0)
-        for _ in range(2)
-    )
+    learner, again = (new_learner(lr=2e-2, steps=1, warmup_steps=1) for _ in range(2))
     mean = torch.zeros(0)
     for step in range(1, 13):
         learner.update(served)
@@ -80,9 +55,8 @@ def test_what_is_judged_is_the_mean_of_the_weights_and_training_goes_on_from_the
         with learner.averaged() as judged:
             torch.testing.assert_close(judged.head.detach(), mean, rtol=1e-5, atol=1e-6)
         # Nobody looked at the other one.
-        assert torch.equal(learner.drafter.head, weights) and torch.equal(
-            again.drafter.head, weights
-        )
+        assert torch.equal(learner.drafter.head, weights)
+        assert torch.equal(again.drafter.head, weights)
     assert not torch.equal(mean, weights)
     learner.restart(bigram(288).state_dict())
     with learner.averaged() as judged:
@@ -90,11 +64,9 @@ def test_what_is_judged_is_the_mean_of_the_weights_and_training_goes_on_from_the
 
 
 def test_without_a_mean_the_last_weights_are_judged(
-    target: Target, bigram: Callable, served: list[ServedText]
+    new_learner: Callable, served: list[ServedText]
 ) -> None:
-    learner = Learner(
-        bigram(288), target, LearnConfig(lr=2e-2, steps=4, warmup_steps=1, average=0.0), seed=0
-    )
+    learner = new_learner(lr=2e-2, steps=4, warmup_steps=1, average=0.0)
     learner.update(served)
     weights = learner.drafter.head.detach().clone()
     with learner.averaged() as judged:

@@ -21,15 +21,10 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 
 
 def test_score_is_the_overlap_of_the_distributions_at_verified_positions(
-    serving: Callable,
-    prompts: Callable,
-    traffic: Callable,
-    bigram: Callable,
-    texts_of: Callable,
-    target: Target,
+    texts_by: Callable, bigram: Callable, target: Target
 ) -> None:
-    served, other = bigram(288), bigram(288, seed=3)
-    texts = texts_of(serving(target, served, prompts(3), traffic(temperature=0.8, top_k=30)))
+    other = bigram(288, seed=3)
+    texts = texts_by(target, bigram(288), 3, temperature=0.8, top_k=30)
     found = score_drafters([other], target, texts, max_depth=8, max_length=512)[0]
     for text, scored in zip(texts, found, strict=True):
         expected, kept = [], []
@@ -71,27 +66,16 @@ def test_texts_are_scored_once_however_many_windows_ask(
 
 @pytest.mark.long
 def test_texts_of_another_target_contradict_their_logged_distributions(
-    serving: Callable,
-    prompts: Callable,
-    traffic: Callable,
-    bigram: Callable,
-    texts_of: Callable,
-    target: Target,
-    tiny_target: Callable,
+    texts_by: Callable, bigram: Callable, target: Target, tiny_target: Callable
 ) -> None:
     other = Target.load(tiny_target("llama", seed=1))
-    foreign = texts_of(serving(other, bigram(288), prompts(16), traffic(temperature=0.5)))
+    foreign = texts_by(other, bigram(288), 16, temperature=0.5)
     sharp = bigram(288)
     with torch.no_grad():
         sharp.states.weight.mul_(8)
-    assert not any(
-        one.is_consistent
-        for one in score_drafters([sharp], target, foreign, max_depth=3, max_length=512)[0]
-    )
-    assert all(
-        one.is_consistent
-        for one in score_drafters([sharp], other, foreign, max_depth=3, max_length=512)[0]
-    )
+    for judge, is_own in ((target, False), (other, True)):
+        scored = score_drafters([sharp], judge, foreign, max_depth=3, max_length=512)[0]
+        assert {one.is_consistent for one in scored} == {is_own}
     scorer = Scorer(sharp, target, max_length=512)
     decision = decide(
         scorer, bigram(288), foreign, GateConfig(requests=16), max_depth=3, evidence=Evidence()
@@ -138,37 +122,16 @@ def test_candidates_better_equal_shuffled_and_broken(
     with torch.no_grad():
         broken.head[5, 5] = float("nan")
     config = GateConfig(requests=16)
-    decisions = {
-        name: decide(
-            Scorer(live, target, max_length=512),
-            candidate,
-            texts,
-            config,
-            max_depth=3,
-            evidence=Evidence(),
-        )
-        for name, candidate in [
-            ("better", better),
-            ("same", live),
-            ("shuffled", shuffled),
-            ("broken", broken),
-        ]
-    }
-    assert {name: one.decision for name, one in decisions.items()} == {
-        "better": "accept", "same": "hold", "shuffled": "hold", "broken": "refuse",
-    }  # fmt: skip
+    scorer = Scorer(live, target, max_length=512)
+    for candidate, decision in (
+        (better, "accept"), (live, "hold"), (shuffled, "hold"), (broken, "refuse"),
+    ):  # fmt: skip
+        found = decide(scorer, candidate, texts, config, max_depth=3, evidence=Evidence())
+        assert found.decision == decision
     untouched = Evidence()
-    few = decide(
-        Scorer(live, target, max_length=512),
-        better,
-        texts[:10],
-        config,
-        max_depth=3,
-        evidence=untouched,
-    )
-    assert (
-        few.decision == "hold" and "10 held-out requests" in few.reason and untouched == Evidence()
-    )
+    few = decide(scorer, better, texts[:10], config, max_depth=3, evidence=untouched)
+    assert few.decision == "hold" and "10 held-out requests" in few.reason
+    assert untouched == Evidence()
 
 
 def test_overflowing_candidate_is_refused(
@@ -194,7 +157,7 @@ def test_distributions_of_the_live_draft_that_are_not_finite_are_never_accepted(
 ) -> None:
     """They are a loss, which can be compared, and neither a gain of whatever candidate nor the end
     of all comparisons."""
-    texts = served_texts(24)
+    texts = served_texts(16)
     live, worse = bigram(288), bigram(288, seed=5)
     with torch.no_grad():
         live.states.weight[texts[0].tokens[8]] = torch.nan

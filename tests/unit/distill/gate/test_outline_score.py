@@ -15,6 +15,7 @@ from draftsmith.distill.gate.scoring import Scorer, score_drafters
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.objective.outline import TargetOutline, load_outline
+from tests.round_records import served_text
 
 SIZES = {"max_depth": 3, "max_length": 512}
 
@@ -25,17 +26,10 @@ def outline(tiny_target: Callable[..., str]) -> TargetOutline:
 
 
 def test_alpha_is_the_targets_where_the_logged_tokens_suffice_and_the_middle_of_bounds_elsewhere(
-    serving: Callable,
-    prompts: Callable,
-    traffic: Callable,
-    bigram: Callable,
-    texts_of: Callable,
-    served_texts: Callable,
-    target: Target,
-    outline: Target,
+    texts_by: Callable, bigram: Callable, served_texts: Callable, target: Target, outline: Target
 ) -> None:
     drafter = bigram(288)
-    exact = texts_of(serving(target, drafter, prompts(3), traffic(top_k=20)))
+    exact = texts_by(target, drafter, 3, top_k=20)
     for own, logged in zip(
         score_drafters([drafter], target, exact, **SIZES)[0],
         score_drafters([drafter], outline, exact, **SIZES)[0],
@@ -56,18 +50,14 @@ def test_alpha_is_the_targets_where_the_logged_tokens_suffice_and_the_middle_of_
 
 
 def test_positions_without_a_logged_p_are_left_out(
-    serving: Callable,
-    prompts: Callable,
-    traffic: Callable,
-    bigram: Callable,
-    texts_of: Callable,
-    target: Target,
-    outline: Target,
+    texts_by: Callable, bigram: Callable, target: Target, outline: Target
 ) -> None:
-    records = serving(target, bigram(288), prompts(1), traffic(top_k=20))
-    partly = [tokens_only(one) if one.round % 2 else one for one in records]
-    (some,) = score_drafters([bigram(288)], outline, texts_of(partly), **SIZES)[0]
-    (every,) = score_drafters([bigram(288)], outline, texts_of(records), **SIZES)[0]
+    (text,) = texts_by(target, bigram(288), 1, top_k=20)
+    records = text.records
+    partly = served_text(tokens_only(one) if one.round % 2 else one for one in records)
+    some, every = (
+        score_drafters([bigram(288)], outline, [one], **SIZES)[0][0] for one in (partly, text)
+    )
     is_logged = [one.round % 2 == 0 for one in records for _ in range(min(one.accepted + 1, 3))]
     np.testing.assert_array_equal(some.alpha, every.alpha[np.array(is_logged)[: len(every.alpha)]])
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from draftsmith.distill.buffer.traffic import ServedText, newest_within
-from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score_drafters
-from draftsmith.distill.learn.learner import Learner, Reservoir
+from draftsmith.distill.learn.learner import Reservoir
 from draftsmith.drafters.target.target import Target
 from draftsmith.record import RecordedTaps
 
@@ -42,45 +41,32 @@ def mean_alpha(drafter: torch.nn.Module, target: Target, texts: list[ServedText]
 )
 def test_updates_raise_alpha(
     target: Target,
-    bigram: Callable,
+    new_learner: Callable,
     served: list[ServedText],
     positions: tuple[str, ...],
     gain: float,
 ) -> None:
-    drafter = bigram(288)
-    before = mean_alpha(drafter, target, served)
-    learner = Learner(
-        drafter,
-        target,
-        LearnConfig(lr=2e-2, steps=25, positions=positions, unroll=LearnUnroll(steps=1)),
-        seed=0,
-    )
+    learner = new_learner(lr=2e-2, steps=25, positions=positions)
+    before = mean_alpha(learner.drafter, target, served)
     report = learner.update(served)
     assert report.broken == 0 and report.tokens > 0 and np.isfinite(report.loss)
-    assert mean_alpha(drafter, target, served) > before + gain
+    assert mean_alpha(learner.drafter, target, served) > before + gain
 
 
 def test_updates_follow_the_chosen_divergence(
-    target: Target, bigram: Callable, served: list[ServedText]
+    target: Target, bigram: Callable, new_learner: Callable, served: list[ServedText]
 ) -> None:
-    alphas = {}
+    alphas, positions = {}, ("accepted", "first-rejected")
     for divergence in ("forward-kl", "lk-alpha"):
-        drafter = bigram(288)
-        config = LearnConfig(
-            lr=2e-2,
-            steps=25,
-            positions=("accepted", "first-rejected"),
-            unroll=LearnUnroll(steps=1),
-            divergence=divergence,
-        )
-        Learner(drafter, target, config, seed=0).update(served)
-        alphas[divergence] = mean_alpha(drafter, target, served)
+        learner = new_learner(lr=2e-2, steps=25, positions=positions, divergence=divergence)
+        learner.update(served)
+        alphas[divergence] = mean_alpha(learner.drafter, target, served)
     assert alphas["lk-alpha"] > mean_alpha(bigram(288), target, served) + 0.05
     assert alphas["lk-alpha"] != alphas["forward-kl"]
 
 
 def test_positions_without_weight_change_nothing(
-    target: Target, bigram: Callable, served: list[ServedText]
+    new_learner: Callable, served: list[ServedText]
 ) -> None:
     """Only accepted positions are asked for, and nothing was accepted."""
     rejected = [
@@ -89,25 +75,22 @@ def test_positions_without_weight_change_nothing(
         )
         for text in served[:4]
     ]
-    drafter = bigram(288)
-    before = {name: value.clone() for name, value in drafter.state_dict().items()}
-    report = Learner(
-        drafter, target, LearnConfig(positions=("accepted",), unroll=LearnUnroll(steps=1)), seed=0
-    ).update(rejected)
+    learner = new_learner(positions=("accepted",))
+    before = {name: value.clone() for name, value in learner.drafter.state_dict().items()}
+    report = learner.update(rejected)
     assert (report.tokens, report.loss, report.alpha) == (0, None, [])
-    assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
+    after = learner.drafter.state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
 def test_nan_gradients_are_skipped_and_end_the_update(
-    target: Target, bigram: Callable, served: list[ServedText]
+    new_learner: Callable, bigram: Callable, served: list[ServedText]
 ) -> None:
     drafter = bigram(288)
     with torch.no_grad():
         drafter.states.weight.fill_(float("nan"))
     before = drafter.head.detach().clone()
-    report = Learner(
-        drafter, target, LearnConfig(unroll=LearnUnroll(steps=1), steps=10), seed=0
-    ).update(served)
+    report = new_learner(drafter, steps=10).update(served)
     assert report.broken == 3 and torch.equal(drafter.head, before)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftsmith.distill.buffer.record_table import tokens_only
-from draftsmith.distill.buffer.traffic import ServedText, chosen, stitch
+from draftsmith.distill.buffer.traffic import ServedText, chosen
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.teachers import (
@@ -30,7 +30,7 @@ from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
 from draftsmith.train.data.roles import Role, TrainedRow
 from draftsmith.train.objective.outline import TargetOutline, load_outline
-from tests.round_records import round_record
+from tests.round_records import round_record, served_text
 
 EVERYWHERE = ("accepted", "first-rejected", "bonus", "later-rejected")
 ONE_STEP = LearnUnroll(steps=1)
@@ -46,25 +46,18 @@ def outline(tiny_target: Callable[..., str]) -> TargetOutline:
     return load_outline(tiny_target("llama"), trust_remote_code=False)
 
 
-@pytest.fixture
-def served(
-    exact: Target, bigram: Callable, serving: Callable, prompts: Callable, traffic: Callable
-):
-    records = serving(exact, bigram(288).double(), prompts(4), traffic(max_tokens=12))
-    grouped: dict[str, list[RoundRecord]] = {}
-    for record in records:
-        grouped.setdefault(record.request, []).append(with_whole(record, grouped, exact))
-    return [stitch(mine) for mine in grouped.values()]
-
-
-def with_whole(
-    record: RoundRecord, before: dict[str, list[RoundRecord]], target: Target
-) -> RoundRecord:
-    """The record with all of its distributions' tokens."""
-    known = [
-        token for one in before.get(record.request, []) for token in (*one.context, *one.committed)
+@pytest.fixture(scope="module")
+def served(exact: Target, bigram: Callable, texts_by: Callable) -> list[ServedText]:
+    texts = texts_by(exact, bigram(288).double(), 4, max_tokens=12)
+    return [
+        served_text(with_whole(record, text.tokens, exact) for record in text.records)
+        for text in texts
     ]
-    tokens = torch.tensor([[*known, *record.context, *record.drafted]])
+
+
+def with_whole(record: RoundRecord, text: list[int], target: Target) -> RoundRecord:
+    """The record with all of its distributions' tokens."""
+    tokens = torch.tensor([[*text[: record.position], *record.drafted]])
     logits = target.model(tokens).logits[0, record.position - 1 : -1]
     top = top_probs(logits, 288)
     rows = zip(top.ids.tolist(), top.logprobs.tolist(), top.tail.tolist(), strict=True)
