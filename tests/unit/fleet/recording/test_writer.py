@@ -6,11 +6,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,23 +203,6 @@ def test_a_temperature_has_its_norm_and_drawn_drafts_their_q(written: Callable[.
     assert first.sampler == "probabilistic"
 
 
-def test_what_an_accelerator_has_reduced_is_stored_as_it_is(written: Callable[..., Any]) -> None:
-    ids = np.arange(128, dtype=np.int32).reshape(2, 64)
-    logprobs = -np.arange(128, dtype=np.float32).reshape(2, 64) / 64 - 4
-    rest = np.array([[0.25, 0.0, -3.0], [0.5, 0.0, -4.0]], np.float32)
-
-    def act(engine: Engine) -> None:
-        engine.begin(1, [10])
-        arrays = [meta_array(StepMeta("1", "")), ints(1), ints(2), ints(4, 5), ids, logprobs, rest]
-        assert send(engine.ring, MessageKind.POSITIONS, 0, arrays)
-        engine.sample(1, [9])
-
-    (records,) = written(act).values()
-    p = records[0].p
-    assert p[1].ids == ids[1].tolist() and (p[1].tail, p[1].drafted) == (0.5, -4.0)
-    assert records[0].q[0].ids == [4]
-
-
 def test_an_answer_ends_where_the_scheduler_ends_it(written: Callable[..., Any]) -> None:
     def act(engine: Engine) -> None:
         engine.begin(1, [10, 11], META._replace(max_tokens=3))
@@ -304,53 +286,31 @@ def test_an_answer_is_forgotten_by_the_id_that_its_client_has() -> None:
     assert len(set(names)) == 4
 
 
-@pytest.fixture
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
-    monkeypatch.setattr(child_module, "LOOK_S", 0.05)
-    monkeypatch.setattr(child_module, "CLOSE_S", 120.0)
-    made = Child(WRITER, dataclasses.asdict(job(tmp_path / "buffer")), capacity=1 << 16)
-    yield made
-    made.close()
-
-
-def test_a_killed_writer_is_started_again_and_the_last_one_flushes(
-    child: Child, tmp_path: Path
-) -> None:
-    wait_until(lambda: child.alive)
-    first = child.pid
-    assert first is not None
-    engine = Engine(child.ring)
-    os.kill(first, signal.SIGSTOP)
-    engine.begin(1, [10])
-    # Nothing waits for a writer that does not read: what has no room is left out.
-    assert not send(child.ring, MessageKind.END, 0, [np.zeros(1 << 16, np.uint8)])
-    os.kill(first, signal.SIGKILL)
-    wait_until(lambda: child.generation == 2 and child.alive and child.pid != first)
-    engine.verify(1, [5], [5, 6])  # begun before: the new writer has no beginning of it
-    engine.begin(2, [10, 11], META._replace(id="cmpl-b-0-0123abcd"))
-    engine.verify(2, [5], [5, 6])
-    child.close()
-    assert not child.alive and child.status()["written"] == 2
-    records = BufferReader(str(tmp_path / "buffer")).read().records
-    assert {one.request for one in records} == {record_name("cmpl-b-0-0123abcd")}
-
-
-def test_an_engine_that_is_killed_leaves_its_records(tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_behind_its_writer_leaves_its_records(tmp_path: Path) -> None:
+    """The writer is started again, and the last one flushes."""
     script = f"""
-import dataclasses, os, signal, time
-from tests.unit.fleet.recording.test_writer import WRITER, Child, Engine, Path, job
+import dataclasses, os, signal
+from tests.unit.fleet.recording.test_writer import *
+child_module.LOOK_S = 0.05
 child = Child(WRITER, dataclasses.asdict(job(Path({str(tmp_path / "buffer")!r}))), capacity=1 << 16)
-while not child.alive:
-    time.sleep(0.01)
-engine = Engine(child.ring)
-engine.begin(1, [10, 11])
-engine.verify(1, [5], [5, 6])
+wait_until(lambda: child.alive)
+first, engine = child.pid, Engine(child.ring)
+os.kill(first, signal.SIGSTOP)
+engine.begin(1, [10])
+# Nothing waits for a writer that does not read: what has no room is left out.
+assert not send(child.ring, MessageKind.END, 0, [np.zeros(1 << 16, np.uint8)])
+os.kill(first, signal.SIGKILL)
+wait_until(lambda: child.generation == 2 and child.alive and child.pid != first)
+engine.verify(1, [5], [5, 6])  # begun before: the new writer has no beginning of it
+engine.begin(2, [10, 11], META._replace(id="cmpl-b-0-0123abcd"))
+engine.verify(2, [5], [5, 6])
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = forked.run([sys.executable, "-c", script], timeout=120)
     assert done.returncode == -signal.SIGKILL
     wait_until(lambda: list((tmp_path / "buffer").glob("*.parquet")))
     records = BufferReader(str(tmp_path / "buffer")).read().records
+    assert {one.request for one in records} == {record_name("cmpl-b-0-0123abcd")}
     text = stitch(records)
     assert text is not None and text.tokens == [10, 11, 5, 6] and records[-1].last
 
