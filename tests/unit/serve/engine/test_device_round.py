@@ -24,13 +24,13 @@ from draftsmith.kernels.verify import block_triton, chain_triton, tree_triton
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_logits
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.record import RecordedRound, RoundRecord, SinkCounts
+from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.round import Round
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
-from tests import device_stand_in
+from tests import conftest, device_stand_in
 from tests.device_stand_in import StandIn, kernel, move, on_device
 
 PROMPTS = [[5, 60, 7, 200], [11, 12, 13], [9, 8, 7, 6, 5, 4]]
@@ -53,20 +53,12 @@ class Answers(NamedTuple):
     rounds: list[tuple[list[int], int]]  # drafted tokens and the number of accepted ones
 
 
-class Records(list[RoundRecord]):
-    """A sink that makes everything of a record as soon as it gets it."""
+class Records(conftest.Records):
+    """Makes everything of a record as soon as it gets it."""
 
-    share, counts = 1.0, SinkCounts()
-
-    def put_round(self, round: RecordedRound) -> None:
-        self += round.records()
-        for record in self:
-            record.p, record.q = list(record.p), list(record.q)
-
-    def forget(self, answer: str) -> int:
-        return 0
-
-    def close(self) -> None: ...
+    def put(self, record: RoundRecord) -> None:
+        record.p, record.q = list(record.p), list(record.q)
+        super().put(record)
 
 
 class Served:
@@ -116,7 +108,7 @@ class Served:
             engine.submit(
                 prompt,
                 SamplingParams(
-                    **{"max_tokens": 16, "ignore_eos": True, "seed": seed}
+                    **{"max_tokens": 9, "ignore_eos": True, "seed": seed}
                     | values[seed % len(values)]
                 ),
             )
@@ -185,7 +177,7 @@ def both(
 
 @pytest.mark.parametrize(
     "family, values",
-    [(None, TOP_P), ("eagle3", GREEDY), ("eagle3", TOP_P)],
+    [(None, TOP_P), pytest.param("eagle3", GREEDY, marks=pytest.mark.long), ("eagle3", TOP_P)],
     ids=["none-top-p", "eagle3-greedy", "eagle3-top-p"],
 )
 def test_a_round_waits_for_its_result_alone(
@@ -221,7 +213,7 @@ def assert_recorded_alike(expected: Records, found: Records) -> None:
                 assert mine.drafted == pytest.approx(its.drafted, abs=1e-4, nan_ok=True)
 
 
-@pytest.mark.parametrize("rule", ["chain", "block"])
+@pytest.mark.parametrize("rule", ["chain", pytest.param("block", marks=pytest.mark.long)])
 def test_requests_of_other_parameters_share_a_round(
     rule: str, both: Callable[..., StandIn]
 ) -> None:
@@ -320,6 +312,7 @@ BAD: dict[str, tuple[dict[str, Any], Change, str | None, dict[str, Any]]] = {
 def test_a_bad_draft_slows_as_it_does_on_a_cpu(name: str, both: Callable[..., StandIn]) -> None:
     """Found when the round's result is read: the same tokens, records and counts."""
     values, change, cause, options = BAD[name]
+    values = {**values, "max_tokens": 16}
     asked = (values,) if options else ({**values, "k": 2}, values)
     counted = both("eagle3", *asked, change=change, **options)
     fallbacks = both.expected.fallbacks  # type: ignore[attr-defined]
