@@ -33,9 +33,10 @@ from draftsmith.train.check.data import (
     check_start,
     marked,
 )
-from draftsmith.train.check.doctor import in_brief, run
+from draftsmith.train.check.doctor import check_folder, in_brief, run, show_data
 from draftsmith.train.check.finding import ok
 from draftsmith.train.check.memory import compare
+from draftsmith.train.check.models import check_compiler, check_draft
 from draftsmith.train.config import DoctorConfig
 from scripts.paths import ROOT
 from tests.conftest import make_tokenizer
@@ -55,6 +56,19 @@ def diagnose(
         assert len(report["findings"]) == report["ok"] + report["warn"] + report["fail"]
         assert all(finding["mend"] for finding in report["findings"] if finding["status"] != "ok")
         return {finding["check"]: finding for finding in report["findings"]}
+
+    return examine
+
+
+@pytest.fixture
+def judge(target: Target) -> Callable[..., dict[str, dict[str, str]]]:
+    """Findings about a folder alone, by check."""
+
+    def examine(folder: str, **options: Any) -> dict[str, dict[str, str]]:
+        config = DoctorConfig(target=target.name, data=(folder,), **options)
+        findings = check_folder(config, folder, target)
+        assert all(finding.mend for finding in findings if finding.status != "ok")
+        return {finding.check: finding._asdict() for finding in findings}
 
     return examine
 
@@ -169,56 +183,46 @@ def test_a_target_that_holds_nan_fails(
     assert any(finding["status"] == "fail" for finding in found.values()), found
 
 
-def test_a_draft_of_another_vocabulary_fails(
-    diagnose: Callable[..., Any], tiny_target: Callable[..., str], tmp_path: Path
-) -> None:
-    other = Target.load(tiny_target("other_vocab"))
-    found = diagnose(draft=save_eagle3(tmp_path / "draft", other))
-    assert found["draft.loads"]["status"] == "fail" and "288" in found["draft.loads"]["what"]
-
-
 def test_other_weights_taps_out_of_order_and_too_few_positions_are_warned_of(
-    diagnose: Callable[..., Any], tiny_target: Callable[..., str], tmp_path: Path
+    target: Target, tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:
     other = Target.load(tiny_target("llama", seed=1))
     draft = Path(save_eagle3(tmp_path / "draft", other))
     config = read_json(draft / "config.json")
     changes = {"eagle_aux_hidden_state_layer_ids": [3, 2, 1], "max_position_embeddings": 128}
     write_json(draft / "config.json", config | changes)
-    found = diagnose(draft=str(draft))
-    assert {found[f"draft.{one}"]["status"] for one in ("target", "taps", "positions")} == {"warn"}
-    assert "[3, 2, 1]" in found["draft.taps"]["what"] and "128" in found["draft.positions"]["what"]
+    asked = DoctorConfig(target=target.name, draft=str(draft))
+    findings = check_draft(asked, checkpoint.load_draft(asked, target), target)
+    found = {finding.check: finding for finding in findings}
+    assert {found[f"draft.{one}"].status for one in ("target", "taps", "positions")} == {"warn"}
+    assert "[3, 2, 1]" in found["draft.taps"].what and "128" in found["draft.positions"].what
 
 
 @pytest.mark.long
 def test_text_of_another_model_is_noticed(
-    diagnose: Callable[..., Any], make_data: Callable[..., str], tiny_target: Callable[..., str]
+    judge: Callable[..., Any], make_data: Callable[..., str], tiny_target: Callable[..., str]
 ) -> None:
     other = Target.load(tiny_target("llama", seed=1))
     for temperature in (0.0, 1.0):
-        assert (
-            diagnose(data=make_data(temperature=temperature))["data.distribution"]["status"] == "ok"
-        )
+        own = judge(make_data(temperature=temperature))
+        assert own["data.distribution"]["status"] == "ok"
         foreign = make_data(
             own_rows(other, temperature), temperature=temperature, target_revision=other.revision
         )
-        found = diagnose(data=foreign)
+        found = judge(foreign)
         assert found["data.distribution"]["status"] == "warn", found["data.distribution"]
         assert found["data.target"]["status"] == "warn"
-    filtered = diagnose(data=make_data(own_rows(other, 1.0), top_p=0.5))
+    filtered = judge(make_data(own_rows(other, 1.0), top_p=0.5))
     assert "data.distribution" not in filtered, (
         "the distribution of filtered text is not the target's"
     )
 
 
-def test_provenance(diagnose: Callable[..., Any], make_data: Callable[..., str]) -> None:
-    found = diagnose(data=make_data(tokenizer_hash="x", template_hash="x", complete=False))
-    checks = {"data.tokenizer": "fail", "data.template": "warn", "data.complete": "warn"}
-    assert {check: found[check]["status"] for check in checks} == checks
+FOREIGN = {"tokenizer_hash": "x", "template_hash": "x", "complete": False}
 
 
 @pytest.mark.parametrize(
-    ("rows", "checks"),
+    ("rows", "provenance", "checks"),
     [
         (
             [
@@ -226,30 +230,38 @@ def test_provenance(diagnose: Callable[..., Any], make_data: Callable[..., str])
                 Row([5, 6, 7], [True, True, True]),
                 Row([5] * 60, [False] * 59 + [True]),
             ],
+            {},
             {"data.ids": "fail", "data.masks": "warn", "data.length": "warn"},
         ),
-        ([Row([5, 6, 7], [True, False, False])] * 2, {"data.masks": "fail", "data.ids": "ok"}),
-        ([Row([5, 6, 7], [False, True])] * 2, {"data.ids": "fail"}),
+        ([Row([5, 6, 7], [True, False, False])] * 2, {}, {"data.masks": "fail", "data.ids": "ok"}),
+        (
+            [Row([5, 6, 7], [False, True])] * 2,
+            FOREIGN,
+            {
+                "data.ids": "fail",
+                "data.tokenizer": "fail",
+                "data.template": "warn",
+                "data.complete": "warn",
+            },
+        ),
     ],
 )
-def test_rows(
-    diagnose: Callable[..., Any],
+def test_rows_and_provenance(
+    judge: Callable[..., Any],
     make_data: Callable[..., str],
     rows: list[Row],
+    provenance: dict[str, Any],
     checks: dict[str, str],
 ) -> None:
-    found = diagnose(data=make_data(rows), max_length=50)
+    found = judge(make_data(rows, **provenance), max_length=50)
     assert {check: found[check]["status"] for check in checks} == checks
 
 
-def test_unreadable_data_fails(
-    diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path
-) -> None:
-    assert diagnose(data="gone")["data.reads"]["status"] == "fail"
-    assert diagnose(data=make_data([]))["data.reads"]["status"] == "fail"
-    folder = Path(make_data())
-    (folder / "part-00000.parquet").write_bytes(b"PAR1 broken")
-    assert diagnose(data=str(folder))["data.reads"]["status"] == "fail"
+def test_unreadable_data_fails(judge: Callable[..., Any], make_data: Callable[..., str]) -> None:
+    broken = Path(make_data([Row([5, 6], [False, True])]))
+    (broken / "part-00000.parquet").write_bytes(b"PAR1 broken")
+    for folder in ("gone", make_data([]), str(broken)):
+        assert judge(folder)["data.reads"]["status"] == "fail", folder
 
 
 def test_doubled_beginnings() -> None:
@@ -297,7 +309,9 @@ def test_the_first_rows_are_shown_whole_with_their_masks(
 ) -> None:
     ids = target.tokenizer()("def f(x):\n", add_special_tokens=False)["input_ids"]
     rows = [Row(ids, [False] * 2 + [True] * (len(ids) - 2)) for _ in range(3)]
-    run(DoctorConfig(target=target.name, data=make_data(rows), show=2, max_length=len(ids) - 1))
+    data = (make_data(rows),)
+    config = DoctorConfig(target=target.name, data=data, show=2, max_length=len(ids) - 1)
+    show_data(config, [ok("data.masks", "they are sound")])
     out = capsys.readouterr().out
     text = target.tokenizer().decode
     line = (
@@ -308,9 +322,8 @@ def test_the_first_rows_are_shown_whole_with_their_masks(
 
 
 def test_data_alone_is_judged_with_the_target_it_names(
-    target: Target, diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path
+    diagnose: Callable[..., Any], make_data: Callable[..., str], tmp_path: Path
 ) -> None:
-    assert diagnose(target=None, data=make_data())["data.target"]["status"] == "ok"
     with pytest.raises(UserError, match="target"):
         diagnose(target=None, data=make_data(target=None))
     with pytest.raises(UserError, match="provenance"):
@@ -325,13 +338,11 @@ def test_text_cannot_steer_the_terminal() -> None:
     assert marked([97, 27, 98], [False, True, True], Letters()) == "a[[\ufffdb]]"
 
 
-def test_a_machine_without_a_compiler_is_warned_of(
-    diagnose: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_a_compiler_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    found = diagnose()["kernels.compiler"]
-    assert found["status"] == "warn" and "install g++" in found["mend"]
+    found = check_compiler()
+    assert found.status == "warn" and "install g++" in found.mend
 
 
 def test_memory_beyond_the_machine_is_warned_of() -> None:
@@ -356,10 +367,12 @@ def test_a_model_that_ignores_the_attention_interface_fails(
     assert diagnose(target=str(tmp_path / "git"))["target.loads"]["status"] == "fail"
 
 
-def test_every_folder_is_examined_and_named(target, make_data, capsys):
+def test_every_folder_is_examined_and_named(make_data, capsys):
     good, bad = make_data(), make_data([Row([5, 9, 14], [False, False, False])])
-    status = run(DoctorConfig(target=target.name, data=(f"{good}:2", bad), json=True))
+    # Of the target that the first of them names.
+    status = run(DoctorConfig(data=(f"{good}:2", bad), json=True))
     findings = json.loads(capsys.readouterr().out)["findings"]
     masks = {one["what"].split(": ")[0]: one for one in findings if one["check"] == "data.masks"}
     assert status == 1
     assert {path: one["status"] for path, one in masks.items()} == {good: "ok", bad: "fail"}
+    assert {one["status"] for one in findings if one["check"] == "data.target"} == {"ok"}
