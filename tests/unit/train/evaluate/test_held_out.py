@@ -35,7 +35,7 @@ def test_as_many_prompts_are_measured_as_there_is_time_for(
 ) -> None:
     config = TrainConfig(
         family="eagle3", target="t", data=("d",), out=str(tmp_path), minutes=minutes,
-        batch_size=4, eval_tokens=6,
+        batch_size=12, eval_tokens=3,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     texts = [
