@@ -173,7 +173,7 @@ def test_a_target_with_other_modules_than_one_is_refused(
         checkpoint.load(folder, target)
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_a_module_beside_its_target_is_read_by_vllm(
     exported: Callable[..., tuple[Target, LlamaMtp, Path]], arch: str, tmp_path: Path
 ) -> None:
