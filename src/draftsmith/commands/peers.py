@@ -20,6 +20,8 @@ NAMES = {
     "num-speculative-tokens": "k",
     "served-model-name": "name",
     "max-model-len": "max_length",
+    "ctx-size": "max_length",
+    "c": "max_length",
     "max-seq-len": "max_length",
     "max-seq-length": "max_length",
     "max-num-seqs": "max_batch",
@@ -55,6 +57,7 @@ NAMES = {
 ABSENT = {
     "tensor-parallel": "draftsmith serves on one device; serve a target that needs several with "
     "vLLM, for which `draftsmith export --to vllm` writes the draft",
+    "quantization": "a checkpoint's own quantisation is taken; give one that is quantised",
     "speculative-config": "its keys are options here: --draft, --k, --ngram, --suffix",
     "gpu-memory-utilization": "--memory-gib bounds keys and values here",
     "chat-template": "the target's own is taken; edit chat_template.jinja in its folder",
