@@ -15,6 +15,9 @@ from draftsmith.files import is_full
 from draftsmith.progress import close_all, is_error, say, set_up_logging
 from draftsmith.version import __version__
 
+# Errors of a path that the user gave: a file where a folder has to be, or one that is protected.
+UNUSABLE = (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. A `UserError` is printed as one sentence and gives
@@ -44,10 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from draftsmith.drafters.target.sharded import end_if_lost
 
             end_if_lost(error, saves=saves)
-        if not is_full(error):
-            raise
         kept = "the run goes on from what it saved" if saves else "what was there before is kept"
         said = f"there is no room to write ({first_line(error)}); make some and start again: {kept}"
+        if isinstance(error, UNUSABLE) and error.filename is not None:
+            said = f"path {error.filename!r} cannot be used ({error.strerror}); give another"
+        elif not is_full(error):
+            raise
         print(f"draftsmith: error: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -57,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
-    if argv[0] in ("-V", "--version"):
+    if argv[0] in ("-V", "--version", "version"):
         print(f"draftsmith {__version__}")
         return 0
     name = argv[0]

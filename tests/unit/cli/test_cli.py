@@ -117,6 +117,17 @@ def test_bad_usage_is_one_sentence_and_status_2(
     )
 
 
+@pytest.mark.parametrize("command", [["observe", "http://127.0.0.1:9"], ["forget", "--request=c"]])
+def test_a_file_where_a_folder_has_to_be_is_a_sentence(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    buffer = tmp_path / "file" / "buffer"
+    assert main([*command, "--buffer", str(buffer)]) == 2
+    told = f"draftsmith: error: path '{buffer}' cannot be used (Not a directory); give another\n"
+    assert capsys.readouterr().err == told
+
+
 def test_help_puts_options_under_the_heading_of_the_class_that_declares_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
