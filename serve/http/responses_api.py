@@ -24,7 +24,7 @@ from draftsmith.serve.http.schema import ANSWER_STATUSES, RequestMetrics, docume
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import sent_event
 from draftsmith.serve.requests.request import FinishReason, Request, Update
-from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, Thinking, joined
+from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, Thinking
 from draftsmith.serve.tools.call_format import AnswerPiece
 
 
@@ -137,7 +137,7 @@ class ResponsesResponder(Responder):
 
     def body(self, requests: Sequence[Request]) -> Body:
         (request,) = requests
-        self.items.push(self._shown(joined([self.parser.push(request.text), self.parser.finish()])))
+        self._push(request.text, last=True)
         self.items.finish(whole=_is_whole(request))
         return self._response(request)
 
@@ -152,10 +152,9 @@ class ResponsesResponder(Responder):
         return self._numbered([{"type": kind, "response": self._response(None)} for kind in kinds])
 
     def events(self, index: int, request: Request, update: Update) -> list[Body]:
-        piece = self.parser.push(update.text)
         if update.finish_reason is None:
-            return self._numbered(self.items.push(self._shown(piece)))
-        events = self.items.push(self._shown(joined([piece, self.parser.finish()])))
+            return self._numbered(self._push(update.text))
+        events = self._push(update.text, last=True)
         return self._numbered([*events, *self.items.finish(whole=_is_whole(request))])
 
     def closings(self, requests: Sequence[Request]) -> list[Body]:
@@ -176,8 +175,13 @@ class ResponsesResponder(Responder):
         begin, self.num_events = self.num_events, self.num_events + len(events)
         return [event | {"sequence_number": number} for number, event in enumerate(events, begin)]
 
-    def _shown(self, piece: Any) -> Any:
-        return piece if self.options.reasoning else piece._replace(reasoning="")
+    def _push(self, text: str, *, last: bool = False) -> list[Body]:
+        """Events of text of the answer, which may be its last."""
+        events: list[Body] = []
+        for piece in self.parser.pieces(text, last=last):
+            shown = piece if self.options.reasoning else piece._replace(reasoning="")
+            events += self.items.push(shown)
+        return events
 
     def _response(self, request: Request | None) -> Body:
         """The response object; None while it is being made."""

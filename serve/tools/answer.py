@@ -146,18 +146,22 @@ class AnswerParser:
         return 0 if self._calls is None else self._calls.num_calls
 
     def push(self, text: str) -> AnswerPiece:
-        piece = AnswerPiece(content=text) if self._split is None else self._split.push(text)
-        return piece if self._calls is None else _after(piece, self._calls.push(piece.content))
+        return joined(self.pieces(text))
 
     def finish(self) -> AnswerPiece:
-        piece = AnswerPiece() if self._split is None else self._split.finish()
+        return joined(self.pieces("", last=True))
+
+    def pieces(self, text: str, *, last: bool = False) -> list[AnswerPiece]:
+        """Pieces in the order of the text, each of one kind; with `last` nothing follows it."""
+        pieces = [AnswerPiece(content=text) if self._split is None else self._split.push(text)]
+        if last and self._split is not None:
+            pieces.append(self._split.finish())
         if self._calls is None:
-            return piece
-        return _after(piece, joined([self._calls.push(piece.content), self._calls.finish()]))
-
-
-def _after(before: AnswerPiece, piece: AnswerPiece) -> AnswerPiece:
-    return piece._replace(reasoning=before.reasoning)
+            return pieces
+        found: list[AnswerPiece] = []
+        for piece in pieces:
+            found += [AnswerPiece(reasoning=piece.reasoning), *self._calls.push(piece.content)]
+        return [*found, *self._calls.finish()] if last else found
 
 
 def joined(pieces: list[AnswerPiece]) -> AnswerPiece:
@@ -196,28 +200,30 @@ class CallScanner:
         self._behind_call = False
         self._leading = format.leading
         self._given: tuple[str, int] | None = None  # name and given arguments of an open call
-        self._content: list[str] = []
-        self._calls: list[CallPiece] = []
+        self._pieces: list[AnswerPiece] = []  # in the order of the text
 
-    def push(self, text: str) -> AnswerPiece:
+    def push(self, text: str) -> list[AnswerPiece]:
         self._text.text += text
         self._scan()
-        return self._piece()
+        return self._taken()
 
-    def finish(self) -> AnswerPiece:
+    def finish(self) -> list[AnswerPiece]:
         self._text.final = True
         self._scan()
         if self._given is None:
             self._write(self._text.cut(len(self._text.text)))
         if not self._behind_call:
-            self._content.append(self._held)
+            self._pieces.append(AnswerPiece(content=self._held))
         self._held = ""
-        return self._piece()
+        return self._taken()
 
-    def _piece(self) -> AnswerPiece:
-        piece = AnswerPiece(content="".join(self._content), calls=tuple(self._calls))
-        self._content, self._calls = [], []
-        return piece
+    def _taken(self) -> list[AnswerPiece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _call(self, name: str | None, arguments: str) -> None:
+        call = CallPiece(self.num_calls, name, arguments)
+        self._pieces.append(AnswerPiece(calls=(call,)))
 
     def _scan(self) -> None:
         while self._to_call():
@@ -259,10 +265,9 @@ class CallScanner:
             return
         for call in found.calls:
             if self._given is None:
-                self._calls.append(CallPiece(self.num_calls, call.name, call.arguments))
+                self._call(call.name, call.arguments)
             else:
-                rest = call.arguments[self._given[1] :]
-                self._calls.append(CallPiece(self.num_calls, None, rest))
+                self._call(None, call.arguments[self._given[1] :])
                 self._given = None
             self.num_calls += 1
         self._text.cut(found.end)
@@ -277,7 +282,7 @@ class CallScanner:
         arguments = self._text.text[opened.begin : end if end >= 0 else None]
         name, given = (opened.name, 0) if self._given is None else (None, self._given[1])
         if name is not None or len(arguments) > given:
-            self._calls.append(CallPiece(self.num_calls, name, arguments[given:]))
+            self._call(name, arguments[given:])
         self._held, self._given = "", (opened.name, len(arguments))
 
     def _write(self, text: str) -> None:
@@ -289,5 +294,5 @@ class CallScanner:
         self._behind_call = False
         whole = self._held + text
         kept = whole.rstrip()
-        self._content.append(kept)
+        self._pieces.append(AnswerPiece(content=kept))
         self._held = whole[len(kept) :]

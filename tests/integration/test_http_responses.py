@@ -60,12 +60,12 @@ CALLED = '<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_c
 
 
 def test_a_stream_is_the_response_in_events(client: openai.OpenAI, scripted: Callable) -> None:
-    scripted(f"<think>\nso\n</think>\n\nLet me see.\n{CALLED}\n{CALLED}")
+    scripted(f"<think>\nso\n</think>\n\nLet me see.\n{CALLED}\nAgain.\n{CALLED}")
     whole = client.responses.create(**OPTIONS, tools=[WEATHER])
-    kinds = ["reasoning", "message", "function_call", "function_call"]
+    kinds = ["reasoning", "message", "function_call", "message", "function_call"]
     assert [item.type for item in whole.output] == kinds
-    assert whole.output_text == "Let me see."
-    assert [json.loads(call.arguments) for call in whole.output[2:]] == [{"unit": "C"}] * 2
+    assert whole.output_text == "Let me see.Again."
+    assert [json.loads(call.arguments) for call in whole.output[2::2]] == [{"unit": "C"}] * 2
     assert whole.usage.output_tokens_details.reasoning_tokens > 0
     events = list(client.responses.create(**OPTIONS, tools=[WEATHER], stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -84,7 +84,7 @@ def test_a_stream_is_the_response_in_events(client: openai.OpenAI, scripted: Cal
         assert own[0].type == "response.output_item.added" and own[0].item.id == item.id
         assert own[-1].type == "response.output_item.done" and own[-1].item == item
         deltas = "".join(event.delta for event in own if event.type.endswith(".delta"))
-        assert deltas == ["so", "Let me see.", '{"unit": "C"}', '{"unit": "C"}'][index]
+        assert deltas == ["so", "Let me see.", '{"unit": "C"}', "Again.", '{"unit": "C"}'][index]
     with client.responses.stream(**OPTIONS, tools=[WEATHER]) as stream:
         assert bare(stream.get_final_response()) == bare(whole)
     scripted("")

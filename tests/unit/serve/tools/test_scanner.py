@@ -154,6 +154,21 @@ def test_certain_calls_are_given_while_they_are_written(name: str, text: str) ->
             assert own[0].name == "f" and len(own) > 10
 
 
+@pytest.mark.parametrize("certain", [False, True])
+def test_pieces_stand_in_the_order_of_the_text(certain: bool) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    text = f"<think>so</think>See. {call} Then. {call}{call} End."
+    for step in range(1, len(text) + 1):
+        parser = form_of("hermes", certain=certain, reasoning=THINK).parser()
+        written = ""
+        for at in range(0, len(text), step):
+            for piece in parser.pieces(text[at : at + step], last=at + step >= len(text)):
+                arguments = [call.arguments for call in piece.calls]
+                assert not (piece.content and arguments)
+                written += "".join([piece.reasoning, piece.content, *arguments])
+        assert written == 'soSee.{"a": 1}Then.{"a": 1}{"a": 1}End.'
+
+
 def test_json_that_is_no_call_is_never_given_as_one() -> None:
     text = '{"name": "Bob", "parameters": {"age": 3}}'
     assert read(form_of("llama", certain=True), *text) == AnswerPiece(content=text)
