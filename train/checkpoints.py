@@ -202,24 +202,27 @@ def keep_until(metrics: Path, step: int) -> None:
     """Drops the lines that the resumed run will write again, and a line cut short by a kill."""
     if not metrics.is_file():
         return
-    kept = [
-        line for line in metrics.read_text(encoding="utf-8").split("\n") if _step_of(line) <= step
-    ]
+    kept = [line for line in _lines(metrics) if _step_of(line) <= step]
     write_text(metrics, "".join(line + "\n" for line in kept))
 
 
 def is_evaluated(metrics: Path, step: int) -> bool:
     """True where the metrics have figures of held-out prompts at the step."""
-    lines = metrics.read_text(encoding="utf-8").split("\n") if metrics.is_file() else []
+    lines = _lines(metrics) if metrics.is_file() else []
     return any("eval_tau" in line and _step_of(line) == step for line in lines)
+
+
+def _lines(metrics: Path) -> list[str]:
+    # A crash of the machine leaves any bytes.
+    return metrics.read_text(encoding="utf-8", errors="replace").split("\n")
 
 
 def _step_of(line: str) -> float:
     try:
-        record: dict[str, Any] = json.loads(line)
-    except json.JSONDecodeError:
+        step: float = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
         return float("inf")
-    return record["step"]
+    return step
 
 
 class SaveableTraining(Protocol):

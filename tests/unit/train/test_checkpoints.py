@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.train.checkpoints import BestDraft, RunFolder
+from draftsmith.train.checkpoints import BestDraft, RunFolder, is_evaluated, keep_until
 from draftsmith.train.config import TrainConfig
 
 
@@ -90,3 +90,11 @@ def test_a_run_goes_on_with_the_target_that_it_began_with(tmp_path: Path) -> Non
         folder.keep_target("third")
     (folder.training / "target.json").unlink()
     folder.keep_target("third")
+
+
+def test_what_a_crash_left_in_the_metrics_is_dropped(tmp_path: Path) -> None:
+    metrics, kept = tmp_path / "metrics.jsonl", '{"step": 1}\n{"step": 2, "eval_tau": 2}\n'
+    metrics.write_bytes(kept.encode() + b'{"step": 3}\n7\n"eval_tau"\n\xf3\0\n{"step": 1, "lo')
+    assert is_evaluated(metrics, 2) and not is_evaluated(metrics, 1)
+    keep_until(metrics, 2)
+    assert metrics.read_text() == kept
