@@ -275,13 +275,6 @@ def test_a_server_without_logprobs_of_prompts_is_asked_prefix_by_prefix() -> Non
     )
 
 
-def test_a_greedy_slip_is_a_divergence_with_its_margin() -> None:
-    report = audit(ChainServer(greedy_slip=5), GREEDY)
-    assert broken(report) == ["greedy identity, context 0", "greedy identity, context 1"]
-    (divergence,) = report.checks[0].evidence["divergences"]
-    assert divergence["place"] == 5 and divergence["margin"] > 0.1
-
-
 @dataclass
 class CrowdedServer(ChainServer):
     """Six requests sent from other threads than the audit's own overlap. Beside one whose prompt is
@@ -343,12 +336,8 @@ def test_a_server_that_looks_at_its_longest_request_is_found(
     names = broken(report)
     assert [int(re.findall(r"(\d+) tokens of context", name)[0]) for name in names] == list(lengths)
     assert of == "all" or all("with penalties" in name for name in names)
-
-
-def test_a_fork_within_the_margin_beside_others_is_noise() -> None:
-    server = CrowdedServer(limit=100)
-    assert audit(server, replace(GREEDY, temperature=0.0)).verdict == "lossy"
-    wide = audit(server, replace(GREEDY, temperature=0.0, margin=100.0))
+    # A fork within the margin is noise.
+    wide = audit(CrowdedServer(limit=100, of=of), replace(GREEDY, temperature=0.0, margin=100.0))
     assert not [name for name in broken(wide) if "beside others" in name]
 
 
@@ -359,6 +348,10 @@ def test_temperature_0_audits_greedy_text_alone(
     report = audit(ChainServer(greedy_slip=slip), replace(CONFIG, temperature=0.0))
     assert report.verdict == verdict
     assert all("greedy" in check.name or check.kind == "control" for check in report.checks)
+    if slip is not None:
+        assert broken(report) == ["greedy identity, context 0", "greedy identity, context 1"]
+        (divergence,) = report.checks[0].evidence["divergences"]
+        assert divergence["place"] == slip and divergence["margin"] > 0.1
     # What a slow server is waited for.
     said = [line for line in capsys.readouterr().err.splitlines() if "draftsmith: " in line]
     assert len(said) == 2 + CONFIG.contexts and "6 greedy texts behind up to 512" in said[-1]
