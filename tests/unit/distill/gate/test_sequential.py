@@ -15,8 +15,9 @@ from draftsmith.files import restored
 
 ERROR = 0.05
 WINDOW, PER_LOOK = 48, 5
-# A rate of 0.05 seen over 400 lineages is above this once in about 700 times.
-MOST_FALSE = 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+LINEAGES = 200
+# A rate of 0.05 seen over so many is above this once in about 700 times.
+MOST_FALSE = 0.05 + 3 * math.sqrt(0.05 * 0.95 / LINEAGES)
 
 
 def lineage(
@@ -50,14 +51,14 @@ def rate(found: list[int | None]) -> float:
 
 def test_no_gain_is_seldom_promoted_however_often_one_looks() -> None:
     generator = np.random.default_rng(1)
-    found = [promoted_at(lineage(generator, 0.0, 60)) for _ in range(400)]
+    found = [promoted_at(lineage(generator, 0.0, 60)) for _ in range(LINEAGES)]
     assert rate(found) <= MOST_FALSE
     # The control: the same looks, each with the whole error to itself.
     careless = 0
-    for _ in range(100):
+    for _ in range(50):
         windows = lineage(generator, 0.0, 60)
         careless += any(sequential_p(one) <= ERROR for one in windows)
-    assert careless / 100 > 2 * MOST_FALSE
+    assert careless / 50 > 2 * MOST_FALSE
 
 
 def sequential_p(window: dict[str, float]) -> float:
@@ -89,7 +90,7 @@ def promoted_with_fresh(pairs: list[tuple[dict[str, float], dict[str, float]]]) 
 @pytest.mark.long
 def test_fresh_texts_promote_no_more_without_a_gain_and_sooner_with_one() -> None:
     generator = np.random.default_rng(11)
-    none = [promoted_with_fresh(with_fresh(generator, 0.0, 60)) for _ in range(400)]
+    none = [promoted_with_fresh(with_fresh(generator, 0.0, 60)) for _ in range(LINEAGES)]
     assert rate(none) <= MOST_FALSE
     some = [with_fresh(generator, 0.4, 12) for _ in range(100)]
     ours = rate([promoted_with_fresh(one) for one in some])
@@ -180,7 +181,7 @@ def ever(evidence: Evidence | BoundedEvidence, windows: list[dict[str, float]]) 
 
 def test_bounded_evidence_needs_no_symmetry() -> None:
     generator = np.random.default_rng(6)
-    worlds = [skewed(generator, 20) for _ in range(400)]
+    worlds = [skewed(generator, 20) for _ in range(LINEAGES)]
     assert np.mean([ever(BoundedEvidence(), one) for one in worlds]) <= MOST_FALSE
     # The control: the evidence that presumes symmetry is fooled by just this.
     assert np.mean([ever(Evidence(), one) for one in worlds]) > 2 * MOST_FALSE
