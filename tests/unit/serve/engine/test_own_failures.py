@@ -202,8 +202,7 @@ def in_vain(target: Target) -> list[SamplingParams]:
     return [impossible, replace(PARAMS, logits_processors=(raising,))]
 
 
-@pytest.mark.parametrize("with_eos", [True, False])
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k, with_eos", [(0, True), (3, False)])
 def test_requests_in_vain_do_not_stop_the_engine(
     k: int, with_eos: bool, target: Target, fixed_drafter: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

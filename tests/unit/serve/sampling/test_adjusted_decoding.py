@@ -46,7 +46,7 @@ def test_drafts_that_know_what_is_asked_are_kept_more_often(
 
     few = tuple(range(40, 72))
     params = SamplingParams(
-        temperature=1.0, seed=3, max_tokens=40, allowed_token_ids=few, frequency_penalty=1.0
+        temperature=1.0, seed=3, max_tokens=24, allowed_token_ids=few, frequency_penalty=1.0
     )
     kept = []
     for drafter in (drafters["draft-lm"], Deaf(drafters["draft-lm"])):
@@ -59,7 +59,7 @@ def test_drafts_that_know_what_is_asked_are_kept_more_often(
 def test_a_row_draws_the_same_tokens_beside_a_neighbour_with_penalties(
     target: Target, drafters: dict[str, ServingDrafter]
 ) -> None:
-    plain = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
+    plain = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
     for name in ("draft-lm", "pruned"):
         texts = []
         for neighbour in (plain, replace(plain, presence_penalty=1.0, bad_words=((7,),))):

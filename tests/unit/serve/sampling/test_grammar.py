@@ -182,7 +182,7 @@ def test_combinations_that_contradict_a_grammar_are_refused() -> None:
 
 def answers(target: Target, drafter: object, params: SamplingParams, *, k: int) -> list[Completion]:
     engine = build_engine(target, drafter, EngineConfig(k=k, max_batch=8, max_length=160))
-    done = engine.generate([[5 + n, 6, 7] for n in range(6)], params)
+    done = engine.generate([[5 + n, 6, 7] for n in range(4)], params)
     assert not engine.stats.fallbacks
     return done
 
