@@ -185,7 +185,7 @@ def test_a_flipped_bit_of_a_page_costs_its_shard() -> None:
 
     def num_changed(read: Callable[[bytes], list[RoundRecord]]) -> int:
         changed = 0
-        for at in range(4, pages, 9):
+        for at in range(4, pages, 19):
             flipped = bytearray(data)
             flipped[at] ^= 1
             with contextlib.suppress(ValueError, OSError):
