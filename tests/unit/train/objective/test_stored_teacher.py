@@ -304,7 +304,7 @@ def test_the_cost_is_told_first_and_a_small_disk_refused(
             stored(store_taps="fp8", taps=TAPS)
     assert not list((tmp_path / "data").iterdir())
     capsys.readouterr()
-    folder = stored(store_taps="fp8", taps=TAPS)
+    folder = stored(store_taps="fp8", taps=TAPS, count=3)
     told = capsys.readouterr().out.splitlines()[0]
     corpus = corpus_of(folder)
     written = sum(path.stat().st_size for path in folder.glob("taps-*"))
@@ -354,7 +354,7 @@ def test_training_from_stored_signals_learns(target, shared, tmp_path, signal):
     config = TrainConfig(
         family="eagle3", **values, out=str(tmp_path / "draft"), teacher="stored", packing=True,
         max_length=64, batch_size=2,
-        steps=30, log_every=5, optim=OptimConfig(lr=1e-2), draft=DraftOptions(taps=TAPS),
+        steps=16, log_every=4, optim=OptimConfig(lr=1e-2), draft=DraftOptions(taps=TAPS),
     )  # fmt: skip
     run(config)
     lines = (tmp_path / "draft" / "metrics.jsonl").read_text().splitlines()
