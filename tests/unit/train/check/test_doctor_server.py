@@ -121,25 +121,10 @@ TROUBLES: dict[str, tuple[dict[str, float], str, str, str]] = {
         "warn",
         "--draft",
     ),
-    "NaN": (
-        {'draftsmith_fallbacks_total{cause="nan"}': 3},
-        "drafting.fallbacks.nan",
-        "warn",
-        "sound version",
-    ),
-    "a drafter that raises": (
-        {'draftsmith_fallbacks_total{cause="raised"}': 3},
-        "drafting.fallbacks.raised",
-        "warn",
-        "log",
-    ),
-    "another cause": (
-        {'draftsmith_fallbacks_total{cause="new"}': 3},
-        "drafting.fallbacks.new",
-        "warn",
-        "doctor",
-    ),
 }
+for cause, mend in (("nan", "sound version"), ("raised", "log"), ("new", "doctor")):
+    changes = {f'draftsmith_fallbacks_total{{cause="{cause}"}}': 3}
+    TROUBLES[f"drafts that fail: {cause}"] = changes, f"drafting.fallbacks.{cause}", "warn", mend
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
