@@ -242,9 +242,10 @@ def summary(record: dict[str, Any]) -> str:
         return ""
     temperature = data["temperature"]
     given = temperature if isinstance(temperature, list) else [temperature]
+    drawn = ", ".join(f"{one:g}" for one in given if one is not None)
+    written = f"that the target wrote at temperature {drawn} to prompts from" if drawn else "of"
     return (
-        f"{begin}{data['answers']} answers ({data['tokens']} tokens) that the target wrote at "
-        f"temperature {', '.join(f'{one:g}' for one in given)} to prompts from "
+        f"{begin}{data['answers']} answers ({data['tokens']} tokens) {written} "
         f"`{shown_name(str(data['prompts']))}`. "
     )
 

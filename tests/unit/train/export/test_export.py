@@ -209,13 +209,18 @@ def test_the_card_shows_what_was_measured(draft: Path) -> None:
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in shown)
 
 
-@pytest.mark.parametrize("to", ["vllm", "hf", "gguf"])
-def test_the_card_is_read_at_a_glance_and_by_the_hub(draft: Path, to: str) -> None:
+@pytest.mark.parametrize("to, drawn, how", [
+    ("vllm", 1.0, "that the target wrote at temperature 1 to prompts from"), ("gguf", None, "of"),
+    ("hf", [0.0, 0.7], "that the target wrote at temperature 0, 0.7 to prompts from"),
+])  # fmt: skip
+def test_the_card_is_read_at_a_glance_and_by_the_hub(
+    draft: Path, to: str, drawn: Any, how: str
+) -> None:
     """With all that a card can hold, but the target's Hub id and the three lines of a licence."""
     tasks = {f"{draft.parent}/task-{n}": {"tau": estimate(2.5)} for n in range(13)}
     more = {"data": f"{draft.parent}/one {draft.parent}/two", "folders": tasks}
     found = [evaluation(t, 2.4) | more | {"measured": evaluation(t, 2.3)} for t in (0.0, 1.0)]
-    data = {"prompts": "org/chats", "answers": 24, "tokens": 1130, "temperature": 1.0}
+    data = {"prompts": "org/chats", "answers": 24, "tokens": 1130, "temperature": drawn}
     trained = TrainConfig(
         family="draft-lm", target=read_json(draft / "draftsmith.json")["target"]["name"],
         data=(str(draft.parent / "answers"),), out=str(draft), optim=OptimConfig(lr=1e-3),
@@ -228,9 +233,7 @@ def test_the_card_is_read_at_a_glance_and_by_the_hub(draft: Path, to: str) -> No
     written = path.read_text()
     assert len(written.splitlines()) <= 60 - 4
     assert f"draftsmith train draft-lm {trained.target} optim" in written
-    assert (
-        "300 steps, on 24 answers (1130 tokens) that the target wrote at temperature 1" in written
-    )
+    assert f"300 steps, on 24 answers (1130 tokens) {how} `org/chats`. " in written
     # Commands alone name places, those of the target and of the export.
     card = written.replace(trained.target, "TARGET").replace(str(path.parent), "OUT")
     assert not re.search(r"(?<![\w:/.])/\w", card) and str(draft.parent) not in card
