@@ -93,11 +93,6 @@ def begin(config: DistillConfig, status: Status, throttle: Throttle) -> Daemon:
 
 def check(config: DistillConfig) -> None:
     check_limits(config)
-    if config.target_offload is not None and config.learn.teacher == "recorded":
-        raise UserError(
-            f"option 'target_offload' is {config.target_offload!r}, but with "
-            "learn.teacher=recorded no target is loaded; leave one of them out"
-        )
     learning.check(config.learn)
     learn, gate = config.learn, config.gate
     if learn.reservoir < learn.fresh:

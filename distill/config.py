@@ -133,17 +133,10 @@ class LearnUnroll:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnConfig:
-    teacher: str = option(
-        "live",
-        "where the target's distributions are read, and the states that a draft reads: live, from "
-        "a pass of the target; recorded, from the records alone, and the target is neither loaded "
-        "nor run",
-        choices=("live", "recorded"),
-    )
     taps_gib: float = option(
         4.0,
-        "most memory of the host for the target's hidden states of the texts kept: recorded ones, "
-        "or those of its own passes, each of which then reads a text once",
+        "most memory of the host for the target's hidden states of the texts kept, each of which "
+        "is then read once",
         limits=POSITIVE,
     )
     dtype: str = option(

@@ -14,24 +14,17 @@ from draftsmith.config import to_dict
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.folder import retain
 from draftsmith.distill.buffer.record_table import is_of_weights, of_earlier_weights
-from draftsmith.distill.buffer.traffic import (
-    SILENCE_S,
-    OpenRequests,
-    ServedText,
-    check_recorded,
-    is_held_out,
-    numbers,
-)
+from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedText, is_held_out
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.learn.rehearsal import rehearsal_of
-from draftsmith.distill.learn.teachers import open_target
 from draftsmith.distill.learn.text_states import TargetFolder, states_of
 from draftsmith.distill.monitor.monitor import FALSE_ALARM, Monitor
 from draftsmith.distill.state import LEARNER, LearnerContext, LearnerCounters, StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters import versions
+from draftsmith.drafters.target.device import load_target
 from draftsmith.files import sweep
 from draftsmith.record import RoundRecord
 
@@ -52,7 +45,15 @@ class Daemon:
         # other weights have come into the target's folder since
         self.is_outdated = False
         self.revisions: list[str] = []  # that the target had before
-        self.target = open_target(config, self.source.folder)
+        self.target = load_target(
+            self.source.folder,
+            dtype=config.dtype,
+            device=config.device,
+            max_length=config.learn.max_length,
+            offload=config.target_offload,
+            use="step",
+            trust_remote_code=config.trust_remote_code,
+        )
         self.counters, self.open = LearnerCounters(), OpenRequests()
         self.monitor = Monitor(FALSE_ALARM)
         self.states = states_of(self.target, config.learn)
@@ -68,10 +69,7 @@ class Daemon:
             self.states,
         )
         self.track = DraftTrack(context)
-        taps = self.track.learner.teacher.taps
-        self.reader = BufferReader(config.buffer, with_taps=bool(taps))
-        if taps:
-            check_recorded(self.reader.folder, taps)
+        self.reader = BufferReader(config.buffer)
         self.saves = StateFolder(self.root)
         throttle.look_up = lambda: self.guarded(self.look_up)
         self.forgotten: frozenset[str] = frozenset()
@@ -270,24 +268,8 @@ class Daemon:
 
     def sort_in(self, text: ServedText) -> None:
         gate = self.config.gate
-        if self.has_taps(text):
-            self.counters.held_out += is_held_out(text, gate.held_out, gate.held_out_by)
+        self.counters.held_out += is_held_out(text, gate.held_out, gate.held_out_by)
         self.track.take(text)
-
-    def has_taps(self, text: ServedText) -> bool:
-        """False, and counted, where a text lacks the states that the draft reads; the first one is
-        reported."""
-        teacher = self.track.learner.teacher
-        if teacher.reads(text.records):
-            return True
-        if self.counters.untapped == 0:
-            self.status.event(
-                f"records without the target's states of layers {numbers(teacher.taps)} are left "
-                "out, since the draft reads these; serve with --record-taps 1024, or give "
-                "learn.teacher=live"
-            )
-        self.counters.untapped += 1
-        return False
 
     def save(self) -> None:
         self.saves.save(

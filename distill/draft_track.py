@@ -15,7 +15,6 @@ from draftsmith.distill.buffer.traffic import (
     ServedText,
     depth_of,
     is_held_out,
-    newest_within,
     samplers_of,
     without,
 )
@@ -30,7 +29,7 @@ from draftsmith.distill.gate.gate import (
     regate,
 )
 from draftsmith.distill.learn import learner as learning
-from draftsmith.distill.learn.learner import Learner, UpdateReport, taps_share
+from draftsmith.distill.learn.learner import Learner, UpdateReport
 from draftsmith.distill.publisher import Publisher
 from draftsmith.distill.state import LearnerContext, TrackState
 from draftsmith.distill.version_lifecycle import DecisionLog, LiveVersion, VersionLifecycle
@@ -111,25 +110,22 @@ class DraftTrack:
         if text.is_of(self.context.target.revision):
             self.live.look_for_drift(text)
             self.live.watch.take(text, served_as)
-        if not self.learner.teacher.reads(text.records):
-            return
-        held = taps_share(self.config.learn)
         if not is_held_out(text, gate.held_out, gate.held_out_by):
             fresh = self._slimmed([*self.fresh, text])
             if not self.uses_each:
                 # More than the reservoir holds would only be waited for: the newest traffic
                 # matters most.
                 fresh = fresh[-self.config.learn.reservoir :]
-            self.fresh = newest_within(fresh, held)
+            self.fresh = fresh
         elif text.is_scorable:
-            self.window = newest_within([*self.window, text][-gate.window :], held)
+            self.window = [*self.window, text][-gate.window :]
             self.num_unscored += 1
 
     def _slimmed(self, fresh: list[ServedText]) -> list[ServedText]:
         """Keeps what the gate reads of the newest texts alone, which may be scored."""
         edge = len(fresh) - 1 - (self.config.gate.window if self.config.gate.fresh else 0)
         if edge >= 0:
-            fresh[edge] = self.learner.reservoir.slim(fresh[edge])
+            fresh[edge] = fresh[edge].slim()
         return fresh
 
     def forget(self, answers: frozenset[str]) -> None:
@@ -187,20 +183,13 @@ class DraftTrack:
             self.gate()
 
     def update(self) -> None:
-        was_masked = self.is_masked
         taken = self.fresh[: self.config.learn.most_fresh]
         self.weigh_fresh(taken)
         self.latest_update = self.learner.update(taken, self.context.throttle.rest)
         self.context.counters.texts += len(taken)
         self.context.counters.updates += 1
         self.context.counters.positions_trained += self.latest_update.tokens
-        self.context.counters.positions_masked += self.latest_update.masked
         self.fresh = self.fresh[len(taken) :]
-        if self.is_masked and not was_masked:
-            self.context.report(
-                "nothing was learned from the latest texts, whose records hold no distributions; "
-                "serve without --no-learn-distributions, or give learn.teacher=live"
-            )
         if self.latest_update.broken >= learning.MAX_BROKEN_STEPS:
             reason = "training gave gradients that are not finite"
             self.lifecycle.record(Decision("refuse", reason))
@@ -218,12 +207,6 @@ class DraftTrack:
         with self.context.throttle.work(), self.learner.averaged() as candidate:
             pairs = pairs_of(live, live.of(candidate), texts, max_depth=depth_of(texts))
         self.live.ledger.gate.add_fresh(pairs.differences)
-
-    @property
-    def is_masked(self) -> bool:
-        """True where the latest update trained nothing, since no distribution is recorded."""
-        update = self.latest_update
-        return update is not None and update.tokens == 0 and update.masked > 0
 
     def gate(self) -> None:
         """Publishes the candidate, keeps it in training, or drops it."""
@@ -314,7 +297,6 @@ class DraftTrack:
             "reservoir": len(self.learner.reservoir.texts),
             "loss": update.loss if update else None,
             "alpha_training": update.alpha if update else [],
-            "teacher": self.config.learn.teacher,
             "live": watched.to_dict() if watched else None,
             "drift": self.live.drift.to_dict(),
             "resting": self.live.drift.is_resting,

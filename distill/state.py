@@ -55,14 +55,12 @@ class LearnerCounters:
     seeded: int = 0  # records of sampled requests with a seed of their own, which are left out
     foreign: int = 0  # records of another target
     earlier: int = 0  # records of weights that the target had before, whose tokens alone are kept
-    untapped: int = 0  # texts without the states that the draft is to read from records
     orphans: int = 0
     texts: int = 0  # trained on
     held_out: int = 0
     updates: int = 0
     # of rows in batches: a text that is trained on again counts again
     positions_trained: int = 0
-    positions_masked: int = 0  # not trained, as no distribution is recorded
     published: int = 0
     held: int = 0
     refused: int = 0

@@ -114,9 +114,9 @@ def is_unread(shard: Shard, cursor: Cursor) -> bool:
     return shard.number > cursor.get(shard.writer, -1)
 
 
-def parse(data: bytes, *, with_taps: bool = True) -> list[RoundRecord]:
+def parse(data: bytes) -> list[RoundRecord]:
     """Records of a shard. Raises `ValueError` or `OSError` when it is damaged."""
-    table = record_table.read(io.BytesIO(data), with_taps=with_taps)
+    table = record_table.read(io.BytesIO(data))
     try:
         return record_table.from_table(table)
     except (AttributeError, LookupError, TypeError) as error:

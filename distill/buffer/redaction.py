@@ -126,7 +126,6 @@ class Redactor:
             emitted=committed[-1] if committed else -1,
             p=[],
             q=[],
-            taps=None,
         )
 
 

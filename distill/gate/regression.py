@@ -172,11 +172,11 @@ def watch(
 def _served_and_predicted(
     texts: Sequence[ServedText], scored: Sequence[Scored], version: str
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Per text that `version` drafted: drafted tokens kept, and the least alpha that its
-    distributions predict; nothing of the others."""
+    """Per text that `version` drafted: drafted tokens kept, and alpha; nothing of the
+    others."""
     ends = [None if is_predicted(text, version) else 0 for text in texts]
     kept = [one.kept[:end] for one, end in zip(scored, ends, strict=True)]
-    should = [one.least[:end] for one, end in zip(scored, ends, strict=True)]
+    should = [one.alpha[:end] for one, end in zip(scored, ends, strict=True)]
     return kept, should
 
 

@@ -7,34 +7,26 @@ anyway. q is what the engine of the record draws from, by its `sampler`: one-hot
 the draft's likeliest token, of which alpha is p of that token. The 64 tokens of p that a record
 holds would prove only a lower bound, far too low for a target whose distributions are flat; they
 show whether this target served the text.
-
-With an outline of the target alone (learn.teacher=recorded) alpha is the middle of these bounds, at
-positions where p is logged and the states that the draft reads are recorded. Nothing shows whether
-this target served the text but its revision.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from draftsmith.distill.buffer.folder import is_forgotten
-from draftsmith.distill.buffer.traffic import ServedText, known_taps, num_readable, padded_taps
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.gate.logged import (
     DraftedPositions,
     Position,
-    SampledTop,
     disagreement,
     draft_rows,
-    logged_alpha,
     logged_arrays,
     positions_of,
-    sampled_top,
     sampling_rows,
 )
 from draftsmith.drafters.interface import UnrollBatch
@@ -44,7 +36,6 @@ from draftsmith.kernels.products.float32_products import faster_linears
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import mask_of, padded
-from draftsmith.train.objective.outline import TargetOutline
 from draftsmith.train.objective.teacher import StateReader
 from draftsmith.train.objective.unrolled_loss import Unrollable
 
@@ -65,20 +56,11 @@ class Scored(NamedTuple):
     alpha: np.ndarray
     kept: np.ndarray  # [n] whether the token that was really offered there was accepted
     is_consistent: bool  # the logged p agrees with this target
-    least: np.ndarray  # [n] alpha that is certain: below it where only bounds are known
     is_finite: bool = True  # all distributions of the draft
 
 
 # Of a text without a position.
-NOT_SCORED = Scored(np.zeros(0), np.zeros(0), True, np.zeros(0))
-
-
-class Rows(NamedTuple):
-    """Tensors [n] on the CPU."""
-
-    alpha: torch.Tensor  # NaN where the draft's distribution is not finite
-    disagreement: torch.Tensor
-    least: torch.Tensor
+NOT_SCORED = Scored(np.zeros(0), np.zeros(0), True)
 
 
 class Scorer:
@@ -180,10 +162,9 @@ def score_drafters(
     with faster_linears(target.device):
         for begin in range(0, len(texts), batch):
             part = texts[begin : begin + batch]
-            for taps, alike in by_taps.items():
-                read = TargetSide.of(target, reader, taps, part, max_length)
+            for alike in by_taps.values():
                 chosen = [drafters[index] for index in alike]
-                found = _score_batch(chosen, part, read, max_depth, max_length)
+                found = _score_batch(chosen, target, reader, part, max_depth, max_length)
                 for index, of_texts in zip(alike, found, strict=True):
                     scored[index] += of_texts
     return scored
@@ -191,48 +172,62 @@ def score_drafters(
 
 def _score_batch(
     drafters: Sequence[Unrollable],
+    target: Target,
+    reader: StateReader,
     texts: Sequence[ServedText],
-    read: TargetSide,
     max_depth: int,
     max_length: int,
 ) -> list[list[Scored]]:
-    is_outline = read.hidden is None
+    """Scores by drafter; all read the same states."""
     positions = [
         position
         for row, text in enumerate(texts)
         for position in positions_of(text, row, max_depth=max_depth, max_length=max_length)
-        if not is_outline or position.logged.is_known
     ]
     if not positions:
         return [[NOT_SCORED for _ in texts] for _ in drafters]
-    unrolled = read.unrolled(positions, max_depth)
+    rows = [torch.tensor(text.tokens[:max_length], device=target.device) for text in texts]
+    ids, mask = padded(rows), mask_of(rows)
+    taps, hidden = reader.states(ids, mask, drafters[0].taps)
+    unrolled = UnrollBatch(
+        input_ids=ids,
+        attention_mask=mask,
+        taps=taps,
+        num_steps=max_depth,
+        first=min(one.absolute for one in positions),
+    )
     drafted = [DraftedPositions.of(one, unrolled, positions) for one in drafters]
-    parts: list[list[Rows]] = [[] for _ in drafters]
+    alphas: list[list[torch.Tensor]] = [[] for _ in drafters]
+    distances = []
     for begin in range(0, len(positions), CHUNK):
-        part = slice(begin, begin + CHUNK)
-        rows = read.rows(positions[part])
-        for one, found in zip(drafted, parts, strict=True):
-            found.append(_alphas(one, part, rows, read.target.vocab_size))
+        part = positions[begin : begin + CHUNK]
+        before = [position.absolute - 1 for position in part]
+        logits = target.head(hidden[[position.row for position in part], before])
+        distances.append(disagreement(logged_arrays(part), logits))
+        p = probabilities(process(logits, sampling_rows(part, ids.device)))
+        draws = draft_rows(part, ids.device)
+        for one, found in zip(drafted, alphas, strict=True):
+            drafts = one.logits(slice(begin, begin + CHUNK))
+            drafts = scatter_to_target_vocab(drafts, one.drafter.vocab_map, target.vocab_size)
+            found.append(_alpha(p, drafts, draws))
+    distance = torch.cat(distances).numpy()
     return [
         _by_text(
             len(texts),
             positions,
             one.is_drafted.cpu().numpy(),
-            Rows(*(torch.cat(values) for values in zip(*found, strict=True))),
+            torch.cat(found).numpy().astype(np.float64),
+            distance,
         )
-        for one, found in zip(drafted, parts, strict=True)
+        for one, found in zip(drafted, alphas, strict=True)
     ]
 
 
-def _alphas(drafted: DraftedPositions, part: slice, rows: TargetRows, vocab_size: int) -> Rows:
-    logits = scatter_to_target_vocab(drafted.logits(part), drafted.drafter.vocab_map, vocab_size)
-    q = probabilities(process(logits, rows.draft_sampling))
-    is_finite = has_mass(logits)
-    if isinstance(rows.p, SampledTop):
-        bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(rows.p, q), math.nan)
-        return Rows(bounds.mean(-1), rows.disagreement, bounds[:, 0])
-    alpha = torch.where(is_finite, shared_mass(rows.p, q), math.nan).cpu()
-    return Rows(alpha, rows.disagreement, alpha)
+def _alpha(p: torch.Tensor, drafts: torch.Tensor, draws: SamplingRows) -> torch.Tensor:
+    """[n] on the CPU, of probabilities p [n, V] and a draft's logits [n, V]; NaN where the draft's
+    distribution is not finite."""
+    q = probabilities(process(drafts, draws))
+    return torch.where(has_mass(drafts), shared_mass(p, q), math.nan).cpu()
 
 
 def has_mass(logits: torch.Tensor) -> torch.Tensor:
@@ -244,93 +239,23 @@ def has_mass(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _by_text(
-    num_texts: int, positions: Sequence[Position], is_drafted: np.ndarray, found: Rows
+    num_texts: int,
+    positions: Sequence[Position],
+    is_drafted: np.ndarray,
+    alpha: np.ndarray,
+    distance: np.ndarray,
 ) -> list[Scored]:
-    alpha, distance, least = (values.numpy() for values in found)
     row = np.array([position.row for position in positions])
     scored = []
     for text in range(num_texts):
         mine = np.flatnonzero((row == text) & is_drafted)
-        records = [positions[index].logged for index in mine]
-        of_text = alpha[mine].astype(np.float64)
+        chosen = [positions[index] for index in mine]
         scored.append(
             Scored(
-                np.nan_to_num(of_text),
-                np.array([one.depth < one.record.accepted for one in records], dtype=np.float64),
+                np.nan_to_num(alpha[mine]),
+                np.array([one.depth < one.record.accepted for one in chosen], dtype=np.float64),
                 len(mine) == 0 or float(distance[mine].mean()) <= MAX_DISAGREEMENT,
-                np.nan_to_num(least[mine].astype(np.float64)),
-                not np.isnan(of_text).any(),
+                not np.isnan(alpha[mine]).any(),
             )
         )
     return scored
-
-
-class TargetRows(NamedTuple):
-    """Values that n positions of a batch are scored with."""
-
-    draft_sampling: SamplingRows
-    # [n, V] probabilities as sampled; with an outline alone what is logged of them
-    p: torch.Tensor | SampledTop
-    disagreement: torch.Tensor  # [n] on the CPU
-
-
-@dataclass(frozen=True)
-class TargetSide:
-    """Target's share in the scores of a batch of texts, the same for every draft."""
-
-    target: Target
-    ids: torch.Tensor  # [B, L]
-    mask: torch.Tensor
-    taps: torch.Tensor | None
-    hidden: torch.Tensor | None  # None with an outline of the target alone
-
-    @classmethod
-    def of(
-        cls,
-        target: Target,
-        reader: StateReader,
-        layers: tuple[int, ...],
-        texts: Sequence[ServedText],
-        max_length: int,
-    ) -> TargetSide:
-        is_outline = isinstance(target, TargetOutline)
-        reads_records = is_outline and bool(layers)
-        known = [known_taps(text.records, layers) if reads_records else None for text in texts]
-        lengths = [
-            min(max_length, num_readable(states)) if reads_records else max_length
-            for states in known
-        ]
-        rows = [
-            torch.tensor(text.tokens[:length], device=target.device)
-            for text, length in zip(texts, lengths, strict=True)
-        ]
-        ids, mask = padded(rows), mask_of(rows)
-        if not is_outline:
-            return cls(target, ids, mask, *reader.states(ids, mask, layers))
-        width = len(layers) * target.hidden_size
-        taps = padded_taps(known, ids.shape[1], width, target.device) if reads_records else None
-        return cls(target, ids, mask, taps, None)
-
-    def unrolled(self, positions: Sequence[Position], num_steps: int) -> UnrollBatch:
-        """Inputs of a draft that is scored at the positions."""
-        return UnrollBatch(
-            input_ids=self.ids,
-            attention_mask=self.mask,
-            taps=self.taps,
-            num_steps=num_steps,
-            first=min(one.absolute for one in positions),
-        )
-
-    def rows(self, positions: Sequence[Position]) -> TargetRows:
-        logged = [position.logged for position in positions]
-        device, known = self.ids.device, logged_arrays(logged)
-        sampling = draft_rows(logged, device)
-        if self.hidden is None:
-            return TargetRows(
-                sampling, sampled_top(logged, known, device), torch.zeros(len(logged))
-            )
-        rows = [position.row for position in positions]
-        before = [position.absolute - 1 for position in positions]
-        logits = self.target.head(self.hidden[rows, before])
-        p = probabilities(process(logits, sampling_rows(logged, device)))
-        return TargetRows(sampling, p, disagreement(known, logits))

@@ -278,7 +278,7 @@ def look(url: str, *, false_alarm: float) -> Look:
     answers = forgotten(names)
     for shard in in_turn(folder.shards_among(names)):
         try:
-            records = parse(folder.fetch(shard), with_taps=False)
+            records = parse(folder.fetch(shard))
         except FileNotFoundError:
             continue  # deleted by the retention since it was listed
         except (OSError, ValueError) as error:

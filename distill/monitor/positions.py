@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from draftsmith.distill.buffer.record_table import STEPS
-from draftsmith.distill.gate.logged import filtered
 from draftsmith.record import Distributions, ProbArrays, RoundRecord
 
 # Logged logprobs closer than this may be equal ones: half a step of rounding each.
@@ -189,6 +187,21 @@ class _Sampled:
         )
 
 
-def _filtered(probs: np.ndarray, tail: np.ndarray, *settings: np.ndarray) -> list[np.ndarray]:
-    found = filtered(*map(torch.from_numpy, (probs, tail, *settings)))
-    return [values.numpy() for values in found]
+def _filtered(
+    probs: np.ndarray, tail: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities [n, w], likeliest first, and their tails [n] under filters [n], each neutral
+    where it is w or more, infinite and 0. The tail is 0 where a filter cuts among the w."""
+    # transformers' order; each filter sees the distribution that the one before left.
+    probs, tail = _keep(probs, tail, np.arange(probs.shape[1]) < top_k[:, None])
+    probs, tail = _keep(probs, tail, probs.cumsum(axis=1) - probs < top_p[:, None])
+    return _keep(probs, tail, probs >= min_p[:, None] * probs[:, :1])
+
+
+def _keep(probs: np.ndarray, tail: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Removes tokens that are not kept. They are less likely than the kept ones, so the tail goes
+    with them."""
+    is_cut = (~kept & (probs > 0)).any(axis=1)
+    probs = np.where(kept, probs, 0.0)
+    normalised = probs / probs.sum(axis=1, keepdims=True)
+    return np.where(is_cut[:, None], normalised, probs), np.where(is_cut, 0.0, tail)

@@ -178,7 +178,6 @@ class EngineLoop:
         with self._lock:
             self._arriving -= 1
             self.engine.scheduler.waiting.append(request)
-        self.engine.recorder.begin(request)
 
     def _stop(self) -> None:
         self._stopped = True

@@ -234,21 +234,11 @@ class Loop:
         return Path(self.config.versions)
 
     def serve(
-        self,
-        count: int,
-        *,
-        seed: int = 0,
-        version: int = 1,
-        folder: Path | None = None,
-        record_taps: int = 0,
+        self, count: int, *, seed: int = 0, version: int = 1, folder: Path | None = None
     ) -> float:
         """Accepted share of the offered tokens. `folder` is served under the name of `version`."""
         self.record(
-            folder or self.root / "draft",
-            self.prompts(count, seed),
-            seed=seed,
-            version=version,
-            record_taps=record_taps,
+            folder or self.root / "draft", self.prompts(count, seed), seed=seed, version=version
         )
         records = [
             one

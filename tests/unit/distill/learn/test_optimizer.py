@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from draftsmith.distill.config import LearnConfig, LearnUnroll
-from draftsmith.distill.learn.learner import CandidateOptimizer, computes_in_bf16, trained
-from draftsmith.distill.learn.teachers import LearningBatch, LearningRow, LiveTeacher
+from draftsmith.distill.learn.learner import CandidateOptimizer, batch_of, computes_in_bf16, trained
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
@@ -21,7 +21,7 @@ from draftsmith.train.optim import MUON_MOMENT
 from draftsmith.train.trainer import Trainee
 
 
-def gradient(optimizer: CandidateOptimizer, batch: LearningBatch) -> list[torch.Tensor]:
+def gradient(optimizer: CandidateOptimizer, batch: TextBatch) -> list[torch.Tensor]:
     optimizer.drafter.zero_grad()
     optimizer._backward(batch)
     return [parameter.grad.clone() for parameter in optimizer.drafter.parameters()]
@@ -36,14 +36,14 @@ def test_the_gradient_is_the_mean_over_the_weight_of_the_rows(
         for size in (5, 17, 9, 12, 30)
     ]
     config = LearnConfig(unroll=LearnUnroll(steps=1), dtype="float32")
-    optimizer = CandidateOptimizer(bigram(288).double(), config)
+    optimizer = CandidateOptimizer(bigram(288).double(), LiveSource(target), config)
 
-    def batch(some: list[TrainedRow]) -> LearningBatch:
-        return LiveTeacher(target).batch([LearningRow(row, []) for row in some])
+    def batch(some: list[TrainedRow]) -> TextBatch:
+        return batch_of(some, target.device)
 
     whole = gradient(optimizer, batch(rows))
     parts = [batch(some) for some in (rows[:2], rows[2:3], rows[3:])]
-    shares = [part.weight / batch(rows).weight for part in parts]
+    shares = [float(part.weights.sum() / batch(rows).weights.sum()) for part in parts]
     alone = [gradient(optimizer, part) for part in parts]
     for index, expected in enumerate(whole):
         mean = sum(share * one[index] for share, one in zip(shares, alone, strict=True))
@@ -60,11 +60,11 @@ def test_a_step_in_bfloat16_keeps_float32_weights_and_nearly_their_gradient(
     chance = np.random.default_rng(0)
     rows = [TrainedRow(chance.integers(3, 288, 20).tolist(), np.ones(20, dtype=np.float32))]
     drafter = bigram(288)
-    exact, rounded = (
-        CandidateOptimizer(drafter, LearnConfig(unroll=LearnUnroll(steps=1), dtype=dtype))
-        for dtype in ("float32", "bfloat16")
+    configs = (
+        LearnConfig(unroll=LearnUnroll(steps=1), dtype=dtype) for dtype in ("float32", "bfloat16")
     )
-    batch = LiveTeacher(target).batch([LearningRow(row, []) for row in rows])
+    exact, rounded = (CandidateOptimizer(drafter, LiveSource(target), one) for one in configs)
+    batch = batch_of(rows, target.device)
     for one, other in zip(gradient(exact, batch), gradient(rounded, batch), strict=True):
         assert other.dtype == torch.float32 and not torch.equal(one, other)
         assert torch.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.999
@@ -89,13 +89,14 @@ class Steps:
         self.target = Target.load(folder)
         chance = np.random.default_rng(0)
         row = TrainedRow(chance.integers(3, 288, 24).tolist(), np.ones(24, dtype=np.float32))
-        self.batch = LiveTeacher(self.target).batch([LearningRow(row, [])])
+        self.batch = batch_of([row], self.target.device)
 
     def new(self, name: str, weights: dict[str, torch.Tensor] | None = None) -> CandidateOptimizer:
         drafter = FAMILIES["eagle3"].create(OPTIONS["eagle3"](), self.target, seed=0)
         if weights is not None:
             drafter.load_state_dict(weights)
-        return CandidateOptimizer(drafter, LearnConfig(optimizer=name, dtype="float32"))
+        config = LearnConfig(optimizer=name, dtype="float32")
+        return CandidateOptimizer(drafter, LiveSource(self.target), config)
 
     def take(self, optimizer: CandidateOptimizer, count: int) -> dict[str, torch.Tensor]:
         for _ in range(count):
@@ -108,7 +109,7 @@ def test_offline_and_online_steps_of_a_batch_have_one_gradient(
 ) -> None:
     steps = Steps(tiny_target("llama"))
     online = steps.new("adamw")
-    text, drafter, own = steps.batch.text, steps.new("adamw").drafter, online.config.unroll
+    text, drafter, own = steps.batch, steps.new("adamw").drafter, online.config.unroll
     trainee = Trainee(
         drafter, LiveSource(steps.target), UnrollConfig(steps=own.steps, decay=own.decay)
     )
