@@ -14,10 +14,11 @@ from draftsmith.config import check_limits
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
-from draftsmith.distill.status import Status, StatusServer
+from draftsmith.distill.status import Status, StatusCollector
 from draftsmith.distill.throttle import Throttle, nothing
 from draftsmith.errors import UserError, first_line
 from draftsmith.lock import folder_lock, stopping
+from draftsmith.served_metrics import serve_metrics
 
 
 def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
@@ -50,9 +51,10 @@ def learn(config: DistillConfig, stop: threading.Event) -> None:
     with ExitStack() as closing:
         closing.callback(status.close)
         if config.status_port is not None:
-            server = StatusServer(status, config.status_host, config.status_port)
-            closing.callback(server.close)
-            status.event(f"status at http://{config.status_host}:{server.port}")
+            host = config.status_host
+            served = serve_metrics(StatusCollector(status), host, config.status_port)
+            closing.callback(served.close)
+            status.event(f"status at http://{host}:{served.port}/metrics")
         daemon: Daemon | None = begin(config, status, throttle)
         while daemon is not None:
             daemon.loop(stop)

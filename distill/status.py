@@ -1,25 +1,21 @@
-"""Status of the daemon: a line for people, `VERSIONS/status.json` for programs, and both over HTTP
-(JSON and Prometheus text)."""
+"""Status of the daemon: a line for people, `VERSIONS/status.json` for programs, and its
+numbers for Prometheus."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TextIO
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from draftsmith import files
 from draftsmith.distill.state import TOTALS
-from draftsmith.errors import UserError
 
 STATUS = "status.json"
 
@@ -72,7 +68,7 @@ class Status:
 PREFIX = "draftsmith_learner_"
 
 
-class StatusCollector:
+class StatusCollector(Collector):
     """Prometheus metrics of every number of the status; totals since the first start are
     counters."""
 
@@ -107,53 +103,3 @@ class StatusCollector:
                     )
                 gauges[name].add_metric(labels, float(value))
         yield from gauges.values()
-
-
-class StatusServer:
-    """HTTP server of the status on a thread of its own, until `close`."""
-
-    def __init__(self, status: Status, host: str, port: int):
-        registry = CollectorRegistry()
-        registry.register(StatusCollector(status))
-        try:
-            self._server = ThreadingHTTPServer((host, port), handler(status, registry))
-        except (OSError, OverflowError) as error:
-            raise UserError(
-                f"the status cannot be served at {host}:{port} ({error}); choose another "
-                "--status-port"
-            ) from error
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="draftsmith-status", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def handler(status: Status, registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path == "/":
-                self._answer(
-                    200, "application/json", json.dumps(status.values, indent=2).encode() + b"\n"
-                )
-            elif self.path == "/metrics":
-                self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
-            else:
-                self._answer(404, "text/plain", b"only / and /metrics are served here\n")
-
-        def _answer(self, code: int, kind: str, body: bytes) -> None:
-            self.send_response(code)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Prints nothing per scrape."""
-
-    return Handler

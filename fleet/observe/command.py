@@ -9,7 +9,6 @@ import socket
 from contextlib import ExitStack, suppress
 
 import uvicorn
-from prometheus_client import CollectorRegistry, start_http_server
 
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.client import KEEP_ALIVE_S, base_of
@@ -21,6 +20,7 @@ from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters, P
 from draftsmith.fleet.observe.proxy import Proxy
 from draftsmith.lock import sigterm_ends
 from draftsmith.progress import set_up_logging
+from draftsmith.served_metrics import serve_metrics
 
 logger = logging.getLogger("draftsmith.observe")
 # What a stopping proxy waits for answers that are passing through.
@@ -43,7 +43,9 @@ def run(config: ObserveConfig) -> int:
         )
         closing.callback(lambda: logger.info("%s", counters.line()))
         closing.callback(recorder.close)
-        show(config, counters, closing)
+        if config.status_port is not None:
+            shown = serve_metrics(counters, config.status_host, config.status_port)
+            closing.callback(shown.close)
         observer = Observer(config, counters, lambda: recorder.sink.share, recorder.put)
         host, port = listener.getsockname()[:2]
         logger.info("http://%s:%d stands in front of %s", host, port, url)
@@ -113,18 +115,3 @@ def answers_of(config: ObserveConfig) -> ChatAnswers | None:
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(config.target, trust_remote_code=trust)
     return ChatAnswers(tokenizer, load_end_ids(config.target, trust_remote_code=trust))
-
-
-def show(config: ObserveConfig, counters: ProxyCounters, closing: ExitStack) -> None:
-    if config.status_port is None:
-        return
-    registry = CollectorRegistry()
-    registry.register(counters)
-    try:
-        shown, _ = start_http_server(config.status_port, addr=config.status_host, registry=registry)
-    except OSError as error:
-        raise UserError(
-            f"the status cannot be served at {config.status_host}:{config.status_port} ({error}); "
-            "choose another --status-port"
-        ) from error
-    closing.callback(shown.shutdown)

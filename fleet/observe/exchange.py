@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.client import bearer
@@ -145,7 +146,7 @@ class Exchange:
 
 
 @dataclass(eq=False)  # a registry keeps its collectors by their hash
-class ProxyCounters:
+class ProxyCounters(Collector):
     requests: int = 0  # of the generating endpoints
     answers: int = 0  # recorded
     tokens: int = 0  # of recorded answers

@@ -1,4 +1,4 @@
-"""The learner's status over HTTP: what status.json holds, as JSON and for Prometheus."""
+"""The learner's status in a file, and over HTTP for Prometheus."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 
 from draftsmith.client import parse
 from draftsmith.distill.state import TOTALS
-from draftsmith.distill.status import Status, StatusServer
+from draftsmith.distill.status import Status, StatusCollector
 from draftsmith.errors import UserError
+from draftsmith.served_metrics import serve_metrics
 
 
 class FullDisk(io.StringIO):
@@ -45,10 +46,10 @@ def test_a_learner_that_ends_leaves_word(tmp_path: Path) -> None:
 
 def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
     status = Status(tmp_path, io.StringIO())
-    server = StatusServer(status, "127.0.0.1", 0)
+    server = serve_metrics(StatusCollector(status), "127.0.0.1", 0)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{server.port}") as http:
-            assert http.get("/").json() == {}
+            assert "draftsmith_learner" not in http.get("/metrics").text
             for updates in (3, 4):
                 status.show(
                     "a line",
@@ -69,8 +70,6 @@ def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
                 assert not found.has("draftsmith_learner_live") and not found.has(
                     "draftsmith_learner_alpha_training"
                 )
-            assert http.get("/").json() == json.loads((tmp_path / "status.json").read_text())
-            assert http.get("/elsewhere").status_code == 404
     finally:
         server.close()
     assert "updates" in TOTALS and "window" not in TOTALS
@@ -80,7 +79,6 @@ def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(UserError, match="--status-port"):
-            StatusServer(Status(tmp_path, io.StringIO()), "127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(UserError, match="--status-port"):
-        StatusServer(Status(tmp_path, io.StringIO()), "127.0.0.1", 70000)
+        for port in (taken.getsockname()[1], 70000):
+            with pytest.raises(UserError, match="--status-port"):
+                serve_metrics(StatusCollector(Status(tmp_path, io.StringIO())), "127.0.0.1", port)
