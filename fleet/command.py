@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-
 from draftsmith.config import check_limits
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
+from draftsmith.fleet.store import mirror, show
 from draftsmith.fleet.store.layout import StoreError
-from draftsmith.progress import say_loading
 
-# Loaded with its action: publishing needs what showing does not.
 RUNS = {
-    "status": "draftsmith.fleet.store.show:status",
-    "promote": "draftsmith.fleet.store.show:promote",
-    "rollback": "draftsmith.fleet.store.show:rollback",
-    "publish": "draftsmith.fleet.store.publish:run",
+    "status": show.status,
+    "promote": show.promote,
+    "rollback": show.rollback,
+    "publish": mirror.run,
 }
 
 
 def run(config: FleetConfig) -> int:
     check_limits(config)
-    if config.action == "publish":
-        say_loading()
-    module, _, name = RUNS[config.action].partition(":")
     try:
-        return int(getattr(importlib.import_module(module), name)(config) or 0)
+        return RUNS[config.action](config)
     except StoreError as error:
         raise UserError(str(error)) from error
     except OSError as error:

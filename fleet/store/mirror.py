@@ -1,10 +1,9 @@
-"""Mirror of the learner's versions folder: what it makes live goes to the store, with the engine
-layouts, and becomes the store's `current`.
+"""`draftsmith fleet publish`, a mirror of the learner's versions folder: what it makes live goes to
+the store, with the engine layouts, and becomes the store's `current`.
 
 Only changes of the learner's `current` are followed: an operator's promotion or rollback of the
 fleet holds until the learner's next one. `publisher.json` of the store remembers how far it went.
-A live version whose files are damaged is reported once: engines keep what they serve, and a store
-without a live version gets the newest whole one before it.
+A live version whose files are damaged is reported once: engines keep what they serve.
 """
 
 from __future__ import annotations
@@ -14,14 +13,16 @@ import io
 import json
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from draftsmith.drafters import versions
 from draftsmith.errors import UserError
 from draftsmith.files import files_in, plain, sha256_of, sweep
+from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.store.layout import (
     MANIFEST,
     FileMark,
@@ -32,26 +33,13 @@ from draftsmith.fleet.store.layout import (
     parse_json,
 )
 from draftsmith.fleet.store.store import VersionStore
+from draftsmith.lock import folder_lock, stopping
+from draftsmith.progress import say_loading
 
 logger = logging.getLogger("draftsmith.fleet")
 MIRRORED = "publisher.json"
 # Engines whose status is older are gone; until then their version stays.
 GONE_S = 86400.0
-
-
-class Damaged(UserError):
-    """A versions folder none of whose versions is whole, until the learner's next one."""
-
-
-class MirrorWriter(Protocol):
-    """Writer of engine layouts; `LayoutWriter`, or another in tests."""
-
-    @property
-    def layouts(self) -> tuple[str, ...]: ...
-
-    def write(self, folder: Path) -> Mapping[str, Path]: ...
-
-    def clear(self, folder: Path) -> None: ...
 
 
 class Mirror:
@@ -65,7 +53,7 @@ class Mirror:
         self,
         root: str | Path,
         store: VersionStore,
-        writer: MirrorWriter,
+        writer: LayoutWriter,
         *,
         keep: int = 20,
         event: Callable[[str], None] = logger.info,
@@ -77,8 +65,8 @@ class Mirror:
     def step(self) -> bool:
         """Publishes what became live since the last step; False where nothing did.
 
-        Raises `StoreError`, `OSError` or `Damaged` for what another step may get over, and another
-        `UserError` for what it cannot."""
+        Raises `StoreError` or `OSError` for what another step may get over, and `UserError` for
+        what it cannot."""
         found = self._to_publish()
         if found is None:
             return False
@@ -103,24 +91,12 @@ class Mirror:
                 return None
             folder = versions.open_version(self.root, live)
         except UserError as error:
-            return self._in_place_of(error)
+            if str(error) != self.damage:
+                self.damage = str(error)
+                self.event(f"{error}; engines keep what they serve until the learner's next one")
+            return None
         self.damage = ""
         return live, folder
-
-    def _in_place_of(self, damage: UserError) -> tuple[int, Path] | None:
-        is_new, self.damage = str(damage) != self.damage, str(damage)
-        if self.store.current_or_none() is not None:
-            if is_new:
-                self.event(f"{damage}; engines keep what they serve until the learner's next one")
-            return None
-        try:
-            opened = versions.open_live(self.root, lambda folder: folder)
-        except UserError as error:
-            raise Damaged(f"{error}; no version before it is whole") from error
-        assert opened is not None  # there is a `current`, whatever it names
-        if is_new:
-            self.event(f"{damage}; version {opened.version} is published in its place")
-        return opened.version, opened.draft
 
     def upload(self, version: int) -> None:
         self._put(version, versions.open_version(self.root, version))
@@ -147,7 +123,7 @@ class Mirror:
     def mirrored(self) -> int | None:
         """The learner's live version that was followed last; None in the midst of a change."""
         try:
-            data = self.store.objects.read(MIRRORED)
+            data = self.store.read(MIRRORED)
         except FileNotFoundError:
             return None
         try:
@@ -156,9 +132,7 @@ class Mirror:
             return None
 
     def remember(self, version: int | None) -> None:
-        self.store.objects.put(
-            MIRRORED, json.dumps({"mirrored": version, "time_s": time.time()}).encode()
-        )
+        self.store.put(MIRRORED, json.dumps({"mirrored": version, "time_s": time.time()}).encode())
 
 
 def upload(
@@ -185,7 +159,7 @@ def upload(
         files |= {f"{layout}/{name}": path for name, path in files_in(place).items()}
     marks = {name: FileMark(path.stat().st_size, sha256_of(path)) for name, path in files.items()}
     for name, path in files.items():
-        store.put_file(version, name, path)
+        store.upload(path, f"{folder_of(version)}/{name}")
     # Layouts that engines read already stay.
     marks = file_marks(found) | marks
     check_sizes(store, version, marks)
@@ -217,7 +191,7 @@ def found_in(store: VersionStore, version: int, own: Mapping[str, Any]) -> Mappi
 
 def check_sizes(store: VersionStore, version: int, marks: Mapping[str, FileMark]) -> None:
     """An upload that the store took and cut is noticed here rather than by every engine."""
-    sizes = store.sizes(version)
+    sizes = store.sizes(folder_of(version))
     for name, mark in marks.items():
         if sizes.get(name) != mark.bytes:
             raise StoreUnreachable(
@@ -243,7 +217,7 @@ def prune(store: VersionStore, root: Path, *, keep: int) -> list[int]:
     } - set(versions.versions(root))
     doomed = sorted((old | torn) - used)
     for version in doomed:
-        store.delete(version)
+        store.delete_version(version)
     return doomed
 
 
@@ -303,7 +277,7 @@ class LayoutWriter:
         return written
 
     def _export(self, folder: Path, layout: str, out: Path) -> None:
-        # Loads torch and transformers: not before the first layout.
+        say_loading()  # not before the first layout
         from draftsmith.train.config import ExportConfig
         from draftsmith.train.export.command import open_source, run
         from draftsmith.train.export.serving import VLLM_SPECULATORS
@@ -334,3 +308,55 @@ class LayoutWriter:
 
     def clear(self, folder: Path) -> None:
         shutil.rmtree(self.work / folder.name, ignore_errors=True)
+
+
+def run(config: FleetConfig, stop: threading.Event | None = None) -> int:
+    if config.to is None:
+        raise UserError("fleet publish needs the address that engines read; give --to")
+    root, stop = Path(config.versions), stop or threading.Event()
+    if config.once and not root.is_dir():
+        raise UserError(
+            f"versions folder {config.versions!r} does not exist; start draftsmith distill first"
+        )
+    writer = LayoutWriter(
+        root, config.layouts, target=config.target, trust_remote_code=config.trust_remote_code
+    )
+    mirror = Mirror(root, VersionStore(config.to), writer, keep=config.keep, event=say)
+    with stopping(stop):
+        await_learner(root, config, stop)
+        if not stop.is_set():
+            with folder_lock(root, "publisher", option="versions"):
+                loop(mirror.step, config, stop)
+    if config.once and mirror.damage:
+        raise UserError(mirror.damage)
+    return 0
+
+
+def await_learner(root: Path, config: FleetConfig, stop: threading.Event) -> None:
+    """A learner that was started with the publisher makes its folder when it has loaded."""
+    if not root.is_dir():
+        say(f"waiting for versions folder {config.versions!r}, which draftsmith distill makes")
+    while not root.is_dir() and not stop.wait(config.poll_s):
+        pass
+
+
+def loop(step: Callable[[], object], config: FleetConfig, stop: threading.Event) -> None:
+    """Steps until `stop`. An error that a later step may get over is reported once in a row."""
+    failure = ""
+    while not stop.is_set():
+        try:
+            step()
+            failure = ""
+        except (StoreError, OSError) as error:
+            if config.once:
+                raise
+            if str(error) != failure:
+                failure = str(error)
+                say(f"{failure}; trying again")
+        if config.once:
+            return
+        stop.wait(config.poll_s)
+
+
+def say(text: str) -> None:
+    print(f"fleet: {text}", flush=True)

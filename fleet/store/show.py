@@ -8,13 +8,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from draftsmith import files
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
-from draftsmith.fleet.store.layout import EngineStatus, StoreUnreachable, finite
+from draftsmith.fleet.store.layout import EngineStatus, StoreUnreachable
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.progress import duration
 
@@ -121,10 +120,8 @@ def view_of(store: VersionStore, *, now_s: float | None = None) -> dict[str, Any
 
 
 def row(status: EngineStatus, now_s: float) -> dict[str, Any]:
-    values = {name: finite(value) for name, value in asdict(status).items()}
     return {
-        **values,
-        "refused": {str(version): reason for version, reason in status.refused.items()},
+        **json.loads(status.to_json()),
         "age_s": max(0.0, now_s - status.at_s),
         "is_silent": now_s - status.at_s > SILENT_S,
     }

@@ -33,10 +33,28 @@ from draftsmith.fleet.store.layout import (
 )
 
 
-class StoreObjects(Objects):
-    """A store that fails `attempts` times in a row is a `StoreUnreachable`."""
+class VersionStore(Objects):
+    """A store at a folder or fsspec URL.
+
+    Every method raises `StoreError` for what is refused and its subclass `StoreUnreachable` for a
+    store that does not answer `attempts` times in a row, each in one sentence; a follower keeps
+    what it serves on both.
+
+    Args:
+        cache: folder of the local copies, of this engine alone; a temporary one by default.
+    """
 
     noun, attempts = "versions", 3
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        cache: str | Path | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        super().__init__(url, sleep=sleep)
+        self._cache = Cache(cache) if cache is not None else None
 
     def refusal(self, sentence: str) -> Exception:
         return StoreError(sentence)
@@ -48,31 +66,6 @@ class StoreObjects(Objects):
             "what is served stays"
         )
 
-
-class VersionStore:
-    """A store at a folder or fsspec URL.
-
-    Every method raises `StoreError` for what is refused and its subclass `StoreUnreachable` for a
-    store that does not answer, each in one sentence; a follower keeps what it serves on both.
-
-    Args:
-        cache: folder of the local copies, of this engine alone; a temporary one by default.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        cache: str | Path | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-    ):
-        self.objects = StoreObjects(url, sleep=sleep)
-        self._cache = Cache(cache) if cache is not None else None
-
-    @property
-    def url(self) -> str:
-        return self.objects.url
-
     @property
     def cache(self) -> Cache:
         if self._cache is None:
@@ -82,14 +75,14 @@ class VersionStore:
     def current(self) -> int | None:
         """The live version, which all engines should serve; None before the first."""
         try:
-            return parse_current(self.objects.read(CURRENT))
+            return parse_current(self.read(CURRENT))
         except FileNotFoundError:
             return None
 
     def manifest(self, version: int) -> dict[str, Any]:
         """Manifest of a version. One without is not published: half uploaded, or pruned."""
         try:
-            data = self.objects.read(f"{folder_of(version)}/{MANIFEST}")
+            data = self.read(f"{folder_of(version)}/{MANIFEST}")
         except FileNotFoundError as error:
             raise StoreError(
                 f"version {version} is not in {self.url!r}, or only a part of it; it is not served"
@@ -98,7 +91,7 @@ class VersionStore:
 
     def versions(self) -> list[int]:
         """Numbers of all folders, ascending; some of them may be half uploaded."""
-        names = [FOLDER.fullmatch(name) for name in self.objects.names()]
+        names = [FOLDER.fullmatch(name) for name in self.names()]
         return sorted(int(match[1]) for match in names if match)
 
     def fetch(self, version: int, layout: str = "", *, held: Collection[int] = ()) -> Path:
@@ -117,28 +110,19 @@ class VersionStore:
 
     def _download(self, name: str, path: Path) -> None:
         try:
-            self.objects.download(name, path)
+            self.download(name, path)
         except FileNotFoundError:
             # The cache reports a file that is missing as any other difference.
             path.unlink(missing_ok=True)
 
-    def current_or_none(self) -> int | None:
-        """As `current`, None also where it cannot be read: writers replace it."""
-        try:
-            return self.current()
-        except StoreUnreachable:
-            raise
-        except StoreError:
-            return None
-
     def put_engine(self, status: EngineStatus) -> None:
-        self.objects.put(object_of(status.engine), status.to_json())
+        self.put(object_of(status.engine), status.to_json())
 
     def engines(self) -> list[EngineStatus]:
         """Latest status of every engine, by id. One that cannot be read is left out."""
-        names = [name for name in self.objects.names(ENGINES) if name.endswith(".json")]
+        names = [name for name in self.names(ENGINES) if name.endswith(".json")]
         found = []
-        for data in self.objects.read_all(f"{ENGINES}/{name}" for name in names).values():
+        for data in self.read_all(f"{ENGINES}/{name}" for name in names).values():
             try:
                 found.append(parse_status(data))
             except StoreError:
@@ -147,27 +131,20 @@ class VersionStore:
 
     # Writing: by the publisher and an operator's commands.
 
-    def put_file(self, version: int, name: str, path: Path) -> None:
-        self.objects.upload(path, f"{folder_of(version)}/{name}")
-
-    def sizes(self, version: int) -> dict[str, int]:
-        """Sizes in bytes of all objects of a version, by their names in it."""
-        return self.objects.sizes(folder_of(version))
-
     def put_manifest(self, version: int, data: bytes) -> None:
         """Makes a version visible; its files are there already."""
         parse_manifest(data, version)
-        self.objects.put(f"{folder_of(version)}/{MANIFEST}", data)
+        self.put(f"{folder_of(version)}/{MANIFEST}", data)
 
     def put_current(self, version: int) -> None:
         """Makes a version live. Raises `StoreError` for one that is not whole."""
         self.manifest(version)
-        self.objects.put(CURRENT, current_bytes(version))
+        self.put(CURRENT, current_bytes(version))
 
-    def delete(self, version: int) -> None:
+    def delete_version(self, version: int) -> None:
         """Deletes a version, its manifest first, so that no reader takes the rest for one."""
-        self.objects.delete(f"{folder_of(version)}/{MANIFEST}")
-        self.objects.delete(folder_of(version))
+        self.delete(f"{folder_of(version)}/{MANIFEST}")
+        self.delete(folder_of(version))
 
 
 KEPT = 2

@@ -21,8 +21,7 @@ from draftsmith.drafters import versions
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreachable
-from draftsmith.fleet.store.mirror import Damaged, Mirror
-from draftsmith.fleet.store.publish import run
+from draftsmith.fleet.store.mirror import Mirror, run
 from draftsmith.fleet.store.store import VersionStore
 from tests.waiting import wait_until
 
@@ -118,7 +117,7 @@ def test_a_store_of_another_learner_is_refused(
     Mirror(root, store, Copies(root)).step()
     other = tmp_path / "other"
     learn(other, "uno")
-    store.objects.delete("publisher.json")
+    store.delete("publisher.json")
     with pytest.raises(UserError, match=r"version 1 in 'memory:.* is another one than the learner"):
         Mirror(other, store, Copies(other)).step()
     assert served(store) == "vllm one"
@@ -132,8 +131,7 @@ def test_damaged_weights_are_not_published_and_a_damaged_parent_is_left_behind(
     mirror = Mirror(root, store, Copies(root), event=events.append)
     for version in (1, 2, 3):
         (versions.folder_of(root, version) / "model.safetensors").write_text("torn")
-    with pytest.raises(Damaged, match=r"version 3 is corrupt.* no version before it is whole"):
-        mirror.step()
+    assert not mirror.step() and "version 3 is corrupt" in events[-1]
     (versions.folder_of(root, 3) / "model.safetensors").write_text("three")
     assert mirror.step() and served(store) == "vllm three" and store.versions() == [3]
     assert any("is published without its parent" in event for event in events)
@@ -159,19 +157,6 @@ def test_a_damaged_live_version_waits_for_the_learners_next_one(
     assert mirror.step() and served(store) == "vllm three" and not mirror.damage
 
 
-def test_an_empty_store_gets_the_newest_whole_version(root: Path, store: VersionStore) -> None:
-    events: list[str] = []
-    mirror = Mirror(root, store, Copies(root), event=events.append)
-    for text in ("one", "two", "three"):
-        learn(root, text)
-    (versions.folder_of(root, 3) / "model.safetensors").write_text("torn")
-    assert mirror.step() and served(store) == "vllm two" and not mirror.step()
-    said = [event for event in events if "corrupt" in event]
-    assert len(said) == 1 and said[0].endswith("version 2 is published in its place")
-    learn(root, "four")
-    assert mirror.step() and served(store) == "vllm four"
-
-
 def test_publish_outlives_a_folder_without_a_whole_version(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,21 +177,22 @@ def test_publish_outlives_a_folder_without_a_whole_version(
     finally:
         stop.set()
         thread.join()
-    assert capsys.readouterr().out.count("no version before it is whole; trying again") == 1
+    # Once by either run.
+    assert capsys.readouterr().out.count("until the learner's next one") == 2
 
 
 def test_a_cut_upload_is_noticed_by_the_publisher(
     root: Path, store: VersionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learn(root, "one")
-    mirror, whole = Mirror(root, store, Copies(root)), store.objects.upload
+    mirror, whole = Mirror(root, store, Copies(root)), store.upload
 
     def cut(path: Path, name: str) -> None:
         whole(path, name)
         if name.endswith("vllm/model.safetensors"):
-            store.objects.put(name, b"vl")
+            store.put(name, b"vl")
 
-    monkeypatch.setattr(store.objects, "upload", cut)
+    monkeypatch.setattr(store, "upload", cut)
     with pytest.raises(StoreUnreachable, match=r"has 2 bytes in .* instead of 8; it is uploaded"):
         mirror.step()
     assert store.current() is None and store.versions() == [1]
@@ -220,7 +206,7 @@ def test_retention_keeps_the_newest_and_whatever_is_in_use(root: Path, store: Ve
         learn(root, text)
         mirror.step()
     store.put_engine(EngineStatus(engine="late", version=1, at_s=time.time()))
-    store.objects.put("v000099/model.safetensors", b"of a version that the learner has not")
+    store.put("v000099/model.safetensors", b"of a version that the learner has not")
     for text in ("three", "four", "five"):
         learn(root, text)
         mirror.step()
@@ -238,7 +224,7 @@ class Killed(BaseException):
 def kill_at(store: VersionStore, at: int, look: Callable[[], None]) -> Callable[[], None]:
     """Ends the process in the midst of its `at`-th change of the store, and runs `look` after each.
     Half of a file is written by then, as on file systems without atomic puts."""
-    counter, objects = itertools.count(), store.objects
+    counter, objects = itertools.count(), store
     puts = {"put": objects.put, "upload": objects.upload}
 
     def changed(name: str, whole: Callable[[], None], half: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from draftsmith.drafters import versions
 from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.store import show
 from draftsmith.fleet.store.layout import EngineStatus, StoreUnreachable
-from draftsmith.fleet.store.publish import run as publish
+from draftsmith.fleet.store.mirror import run as publish
 from draftsmith.fleet.store.show import view_of
 from draftsmith.fleet.store.store import VersionStore
 
@@ -84,7 +84,7 @@ def test_a_publisher_waits_for_the_folder_of_its_learner(
             time.sleep(0.01)
         if comes:
             learn(root)
-            while store.current_or_none() is None:
+            while store.current() is None:
                 time.sleep(0.01)
         stop.set()
 
@@ -93,7 +93,7 @@ def test_a_publisher_waits_for_the_folder_of_its_learner(
     options = {"versions": str(root), "to": store.url, "layouts": (), "poll_s": 0.01}
     assert publish(FleetConfig(action="publish", **options), stop) == 0
     other.join()
-    assert store.current_or_none() == (1 if comes else None) and root.exists() is comes
+    assert store.current() == (1 if comes else None) and root.exists() is comes
 
 
 def test_a_second_publisher_of_a_folder_is_refused(run: Run, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def publish(store: VersionStore, version: int, tmp_path: Path, files: dict[str, 
         path = tmp_path / "source" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-        store.put_file(version, name, path)
+        store.upload(path, f"v{version:06d}/{name}")
     store.put_manifest(version, manifest_of(version, files))
 
 
@@ -87,9 +87,9 @@ def test_a_torn_or_overwritten_version_is_refused_in_a_sentence(
 ) -> None:
     publish(store, 7, tmp_path, FILES)
     if data is None:
-        store.objects.delete(f"v000007/{name}")
+        store.delete(f"v000007/{name}")
     else:
-        store.objects.put(f"v000007/{name}", data)
+        store.put(f"v000007/{name}", data)
     with pytest.raises(StoreError, match=sentence) as refused:
         store.fetch(7, "vllm")
     assert not isinstance(refused.value, StoreUnreachable)
@@ -137,7 +137,7 @@ def test_a_cut_download_is_tried_once_more(
     store: VersionStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(store, 7, tmp_path, FILES)
-    whole, calls = store.objects.download, []
+    whole, calls = store.download, []
 
     def cut(name: str, path: Path) -> None:
         calls.append(name)
@@ -145,7 +145,7 @@ def test_a_cut_download_is_tried_once_more(
         if len(calls) == 1:
             path.write_bytes(path.read_bytes()[:3])
 
-    monkeypatch.setattr(store.objects, "download", cut)
+    monkeypatch.setattr(store, "download", cut)
     assert (store.fetch(7, "vllm") / "model.safetensors").read_bytes() == b"v" * 9
     assert len(calls) == 2
 
@@ -156,7 +156,7 @@ def test_an_unreachable_store_is_tried_a_bounded_number_of_times(
     publish(store, 7, tmp_path, FILES)
     store.put_current(7)
     waits: list[float] = []
-    store.objects.sleep = waits.append
+    store.sleep = waits.append
     answers: list[Callable[[], bytes]] = []
 
     def cat_file(path: str) -> bytes:
@@ -165,7 +165,7 @@ def test_an_unreachable_store_is_tried_a_bounded_number_of_times(
     def fails() -> bytes:
         raise RuntimeError("503 slow down\nof the store")
 
-    monkeypatch.setattr(store.objects, "fs", type("Fs", (), {"cat_file": staticmethod(cat_file)}))
+    monkeypatch.setattr(store, "fs", type("Fs", (), {"cat_file": staticmethod(cat_file)}))
     answers += [fails, fails, lambda: b"7\n"]
     assert store.current() == 7 and len(waits) == 2 and 0.1 <= waits[0] <= 0.3 <= waits[1] * 1.5
     answers += [fails] * 3
@@ -182,7 +182,7 @@ def test_a_torn_current_is_no_version() -> None:
 
 
 def test_only_a_whole_version_becomes_current(store: VersionStore, tmp_path: Path) -> None:
-    store.objects.put("v000008/config.json", b"{}")
+    store.put("v000008/config.json", b"{}")
     with pytest.raises(StoreError, match="only a part of it"):
         store.put_current(8)
     with pytest.raises(StoreError, match="lists no files"):
@@ -202,8 +202,8 @@ def test_statuses_of_engines_are_read_back_and_broken_ones_left_out(store: Versi
     )
     store.put_engine(one)
     store.put_engine(EngineStatus(engine="b"))
-    store.objects.put("engines/broken.json", b'{"engine": "c", "refused": {"x": 1}}')
-    store.objects.put("engines/newer.json", b'{"engine": "d", "later": 1, "version": 3}')
+    store.put("engines/broken.json", b'{"engine": "c", "refused": {"x": 1}}')
+    store.put("engines/newer.json", b'{"engine": "d", "later": 1, "version": 3}')
     b, d, host = store.engines()
     assert (b.engine, d.engine, d.version) == ("b", "d", 3)
     assert host == dataclasses.replace(one, z=None)
