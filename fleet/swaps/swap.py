@@ -1,4 +1,4 @@
-"""Swaps of one worker: prepare, stage, trial, compare, apply, look, keep, and a way back.
+"""Swaps of one worker: prepare, stage, trial, apply, look, keep, and a way back.
 
 Every method is called by the engine's thread between two steps and returns at once, with a
 dictionary for JSON. `stage` and `look` start a thread; `status` says when it is done. Apply is the
@@ -31,7 +31,7 @@ from draftsmith.fleet.swaps.packed import (
     tensor_digest,
     tensors_in,
 )
-from draftsmith.fleet.swaps.proposer import Snapshot, SwappedProposer, restore, snapshot
+from draftsmith.fleet.swaps.proposer import SwappedProposer
 from draftsmith.fleet.swaps.staging import Loaded, Staging, derived, trial
 
 LASTING = (UserError, NotSwappable)
@@ -42,7 +42,7 @@ class Swaps:
 
     version: of the served draft; "" where it is not known
     digests: of the served draft by slot, as it should be; empty before the first look
-    state: "idle", "working", "loaded", "tried", "compared", "refused" or "looked"
+    state: "idle", "working", "loaded", "tried", "refused" or "looked"
     reason: sentence of a refusal
     is_lasting: the refusal is about the version, and another try would end the same
     is_asleep: the engine's memory is away, nothing is read or written
@@ -111,7 +111,7 @@ class Swaps:
         return self._start("loaded", load)
 
     def trial(self, version: str) -> dict[str, Any]:
-        """Run the staged draft."""
+        """Run the staged draft, and find which packed weights changed."""
         self._wait_for_nothing()
 
         def run() -> None:
@@ -119,17 +119,6 @@ class Swaps:
             assert staging is not None
             trial(self.proposer, staging.model)
             loaded.derived = derived(self.proposer, staging.model)
-
-        return self._step("tried", run)
-
-    def compare(self, version: str) -> dict[str, Any]:
-        """Find which packed weights changed."""
-
-        def run() -> None:
-            loaded, staging = self._staged(version), self.staging
-            assert staging is not None
-            if self.state != "tried":
-                raise DraftRefused(f"version {version} was not tried")
             loaded.digests |= self._handle_digests(loaded.slots)
             self._handles_before = self._handle_digests(staging.served())
             loaded.changed += [
@@ -138,7 +127,7 @@ class Swaps:
                 if digest != loaded.digests[name]
             ]
 
-        return self._step("compared", run)
+        return self._step("tried", run)
 
     def apply(self, version: str) -> dict[str, Any]:
         """Copy the changed tensors into the served draft."""
@@ -148,8 +137,8 @@ class Swaps:
             assert staging is not None
             if self.is_asleep:
                 raise RuntimeError("the engine sleeps")
-            if self.state != "compared":
-                raise DraftRefused(f"version {version} was not compared")
+            if self.state != "tried":
+                raise DraftRefused(f"version {version} was not tried")
             served = staging.served()
             self._before = (self.version, self.digests)
             begun_s = time.perf_counter()
@@ -220,7 +209,7 @@ class Swaps:
         """Something else wrote into the draft: its version is not known any more."""
         self.version, self.digests, self.reason = "", {}, reason
         self.loaded = self.applied = None
-        if self.state in ("loaded", "tried", "compared"):
+        if self.state in ("loaded", "tried"):
             self.state = "idle"
 
     def _back(self, reason: str) -> None:
@@ -311,33 +300,14 @@ class Watch:
     """Wraps methods of one worker. `on_change` is called when the version is lost."""
 
     def __init__(self, worker: Any, swaps: Swaps, on_change: Callable[[], None]):
-        self.worker, self.swaps, self.on_change = worker, swaps, on_change
-        self.saved: Snapshot = []
-        around(worker, "start_draft_weight_update", before=self._begin, failed=self._mend)
-        around(worker, "update_weights", failed=self._mend)
-        around(worker, "finish_weight_update", after=self._finish, failed=self._mend)
-        around(worker, "execute_model", before=self._mend_if_torn)
+        self.swaps, self.on_change = swaps, on_change
+        for name in ("start_draft_weight_update", "finish_weight_update"):
+            around(worker, name, after=self._updated, failed=self._updated)
         around(worker, "sleep", before=self._sleep)
         around(worker, "wake_up", after=self._wake)
 
-    def _begin(self) -> None:
-        self.saved = snapshot(self.swaps.proposer.model)
-
-    def _finish(self) -> None:
-        if self.saved:
-            self.saved = []
-            self._lost("vLLM's own weight update wrote into the draft")
-
-    def _mend(self) -> None:
-        if self.saved:
-            saved, self.saved = self.saved, []
-            restore(saved)
-            self._lost("vLLM's own weight update of the draft failed; its tensors were put back")
-
-    def _mend_if_torn(self) -> None:
-        """A step comes in the midst of an update, whose caller has perhaps died."""
-        if self.saved and any(one.is_meta for one in self.swaps.proposer.model.parameters()):
-            self._mend()
+    def _updated(self) -> None:
+        self._lost("vLLM's own weight update wrote into the draft")
 
     def _sleep(self) -> None:
         self.swaps.is_asleep = True

@@ -75,7 +75,6 @@ class Beside:
             VersionStore(settings.versions, cache=cache),
             self.engine,
             poll_s=settings.poll_s,
-            spread_s=settings.spread_s,
             figures=lambda: self.figures,
             floor_drop=settings.floor_drop,
             floor_rounds=settings.floor_rounds,

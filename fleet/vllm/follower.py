@@ -17,7 +17,6 @@ from draftsmith.fleet.engine import logger, once
 from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreachable
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.fleet.vllm.swap_client import Answers, SwapClient, SwapOutcome
-from draftsmith.prompts.shares import uniform
 
 LAYOUT = "vllm"
 # Between two comparisons of all weights with those that should be loaded.
@@ -41,22 +40,19 @@ class StoreFollower:
         engine: str,
         *,
         poll_s: float,
-        spread_s: float = 0.0,
         figures: Callable[[], Figures] = dict,
         floor_drop: float = 0.1,
         floor_rounds: int = 2000,
-        clock: Callable[[], float] = time.time,
     ):
         self.client, self.store, self.engine = client, store, engine
-        self.pace = Pace(engine, poll_s, spread_s=spread_s)
-        self.figures, self.clock = figures, clock
+        self.pace = Pace(engine, poll_s)
+        self.figures = figures
         self.floor_drop, self.floor_rounds = floor_drop, floor_rounds
         self.tries: dict[int, int] = {}
         self.refused: dict[int, str] = {}
         self.version: int | None = None
-        self.seen_s: dict[int, float] = {}  # when a version was first seen in the store
         self.history: list[int] = []  # versions that were served here, the latest last
-        self.since_s = self.looked_s = clock()
+        self.since_s = self.looked_s = time.time()
         self.outcome: SwapOutcome | None = None
         self.swapped: int | None = None  # what the last swap was to
         self.tokens_per_s: float | None = None
@@ -83,17 +79,10 @@ class StoreFollower:
         wanted = await asyncio.to_thread(self.store.current)
         self._judge()
         goal = self.latest_good() if wanted in self.refused else wanted
-        if goal is not None and goal != self.version and self._is_due(goal):
+        if goal is not None and goal != self.version:
             await self.serve(goal)
         self.problem = ""
         await asyncio.to_thread(self.store.put_engine, self.status())
-
-    def _is_due(self, version: int) -> bool:
-        """True once this engine's turn to download a new version has come."""
-        seen_s = self.seen_s.setdefault(version, self.clock())
-        return version in self.history or self.clock() - seen_s >= self.pace.download_delay_s(
-            version
-        )
 
     async def serve(self, version: int) -> None:
         """Fetch a version and swap it in; refused, its reason is kept."""
@@ -120,8 +109,8 @@ class StoreFollower:
     async def _see(self) -> bool:
         """Version that the workers have loaded; False while the engine sleeps. Now and then all of
         it is compared."""
-        if self.clock() - self.looked_s > LOOK_S:
-            self.looked_s = self.clock()
+        if time.time() - self.looked_s > LOOK_S:
+            self.looked_s = time.time()
             answers = await self.client.look()
         else:
             answers = await self.client.call("status")
@@ -131,7 +120,7 @@ class StoreFollower:
     def _serves(self, version: int | None) -> None:
         if version == self.version:
             return
-        self.version, self.since_s = version, self.clock()
+        self.version, self.since_s = version, time.time()
         if version is not None:
             self.history = [one for one in self.history if one != version] + [version]
 
@@ -176,7 +165,7 @@ class StoreFollower:
             last_swap={}
             if last is None
             else {"version": self.swapped, "pause_ms": last.pause_ms, "ok": last.ok},
-            at_s=self.clock(),
+            at_s=time.time(),
         )
 
 
@@ -188,12 +177,10 @@ def version_of(answers: Answers) -> int | None:
 
 
 class Pace:
-    """Waits of one engine, in seconds: polls with jitter, longer ones after failures, and downloads
-    spread over a span, so that a thousand engines do not read a new version in the same second."""
+    """Waits of one engine, in seconds: polls with jitter, longer ones after failures."""
 
-    def __init__(self, engine: str, poll_s: float, *, spread_s: float = 0.0):
-        self.engine, self.poll_s, self.spread_s = engine, poll_s, spread_s
-        self.failures = 0
+    def __init__(self, engine: str, poll_s: float):
+        self.poll_s, self.failures = poll_s, 0
         self._random = random.Random(engine)
 
     def next_poll_s(self, *, failed: bool = False) -> float:
@@ -203,11 +190,6 @@ class Pace:
         longest_s = max(self.poll_s, LONGEST_WAIT_S)
         wait_s = min(longest_s, self.poll_s * 2.0 ** min(self.failures, 30))
         return wait_s * self._random.uniform(0.5, 1.5)
-
-    def download_delay_s(self, version: int) -> float:
-        """Delay of a version's download after it was first seen, the same at every look: uniform
-        over `spread_s` across engines, another one for each version."""
-        return self.spread_s * uniform(f"{version}/{self.engine}", "download")
 
 
 # Figures by version, as the writer of records leaves them.

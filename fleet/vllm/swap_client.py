@@ -82,13 +82,10 @@ class SwapClient:
         async with self._lock:
             await self.call("stage", folder=str(folder), version=version)
             answers = await self._settled()
-            for step in ("trial", "compare"):
+            for step in ("trial", "apply"):
                 if reason := refusal(answers):
                     return SwapOutcome(False, reason, answers=answers)
                 answers = await self.call(step, version=version)
-            if reason := refusal(answers):
-                return SwapOutcome(False, reason, answers=answers)
-            answers = await self.call("apply", version=version)
             if reason := refusal(answers):
                 return await self._undone(version, reason, answers)
             pauses = [answer["last_swap"]["pause_ms"] for answer in answers]

@@ -6,7 +6,6 @@ Each takes the worker first and answers with plain values. Its name begins with 
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -16,10 +15,11 @@ from typing import Any
 
 from draftsmith.config import SECONDS, SHARE, convert, option
 from draftsmith.errors import UserError
+from draftsmith.files import write_json
 from draftsmith.fleet.engine import logger, once, replica_in
 
 STEPS = frozenset({
-    "prepare", "stage", "trial", "compare", "apply", "look", "keep", "take_back", "status",
+    "prepare", "stage", "trial", "apply", "look", "keep", "take_back", "status",
 })  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def leave_answer(worker: Any, state: WorkerState, call: str, answer: dict[str, A
     folder = answers_folder(state.settings.cache)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"{call}-{index}-{worker.rank}.json", answer)
+        write_json(folder / f"{call}-{index}-{worker.rank}.json", answer)
     except OSError:
         logger.exception("draftsmith: an answer was not left in %s", folder)
 
@@ -88,12 +88,6 @@ def answers_folder(cache: str) -> Path:
     """Folder that all processes of one user's engines on a machine agree on."""
     root = Path(cache) if cache else Path(tempfile.gettempdir()) / f"draftsmith-{os.getuid()}"
     return root / "answers"
-
-
-def write_atomically(path: Path, values: dict[str, Any]) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(values))
-    part.replace(path)
 
 
 def draftsmith_status(worker: Any, call: str = "") -> dict[str, Any]:
@@ -143,7 +137,6 @@ class Settings:
     version: str = ""  # of the draft that serves at the start; "" where none is known
     share: float = option(1.0, "of new requests that are recorded", limits=SHARE)
     poll_s: float = option(5.0, "between two looks into `versions`", limits=SECONDS)
-    spread_s: float = 0.0  # in which all engines begin to download a new version
     cache: str = ""  # local folder of fetched versions; "" is one below the user's cache
     admin: bool = False  # routes that swap drafts and drop cached prefixes, for this machine alone
     floor_drop: float = 0.1  # loss of alpha by which a version is given up without the learner

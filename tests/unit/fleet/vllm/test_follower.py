@@ -57,9 +57,6 @@ class Swaps:
     def trial(self, version: str) -> dict[str, Any]:
         return self._step("trial", version)
 
-    def compare(self, version: str) -> dict[str, Any]:
-        return self._step("compare", version)
-
     def apply(self, version: str) -> dict[str, Any]:
         found = self._step("apply", version)
         if self.state != "refused":
@@ -217,7 +214,7 @@ def test_a_torn_file_never_reaches_a_worker(versions: Path, tmp_path: Path) -> N
     assert workers[0].steps == [] and 1 in follower.refused
 
 
-@pytest.mark.parametrize("step", ["stage 2", "trial 2", "compare 2", "apply 2"])
+@pytest.mark.parametrize("step", ["stage 2", "trial 2", "apply 2"])
 def test_one_worker_that_refuses_keeps_the_others_back(
     versions: Path, tmp_path: Path, step: str
 ) -> None:
@@ -320,20 +317,6 @@ def test_an_engine_falls_back_by_itself(
     assert workers[0].version == "3"
 
 
-def test_downloads_of_many_engines_are_spread(versions: Path, tmp_path: Path) -> None:
-    now_s = [0.0]
-    follower = follower_of(
-        Client([Swaps()], Settings()), tmp_path, spread_s=100.0, clock=lambda: now_s[0]
-    )
-    publish(versions, 1)
-    begins_s = follower.pace.download_delay_s(1)
-    assert 0 < begins_s < 100
-    for at_s, version in ((0.0, None), (begins_s - 0.1, None), (begins_s + 0.1, 1)):
-        now_s[0] = at_s
-        asyncio.run(follower.once())
-        assert follower.version == version
-
-
 def test_one_api_server_of_several_follows(tmp_path: Path) -> None:
     first, second = (
         Beside(Client([Swaps()], Settings()), Settings(engine="e"), 0) for _ in range(2)
@@ -397,16 +380,9 @@ def test_routes_that_change_something_are_for_this_machine_alone(
 
 
 def test_polls_vary_and_failures_wait_longer_up_to_a_bound() -> None:
-    pace = Pace("a", 10.0, spread_s=60.0)
+    pace = Pace("a", 10.0)
     waits = [pace.next_poll_s() for _ in range(200)]
     assert 5 <= min(waits) < 7 and 13 < max(waits) <= 15
     assert [pace.next_poll_s(failed=True) < 2**turn * 15 for turn in range(1, 4)] == [True] * 3
     assert max(pace.next_poll_s(failed=True) for _ in range(100)) <= 450
     assert pace.next_poll_s() <= 15
-    delays = [Pace(f"{number}", 10.0, spread_s=60.0).download_delay_s(7) for number in range(300)]
-    assert (
-        min(delays) < 3
-        and max(delays) > 57
-        and pace.download_delay_s(7) != pace.download_delay_s(8)
-    )
-    assert pace.download_delay_s(7) == pace.download_delay_s(7)

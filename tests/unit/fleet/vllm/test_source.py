@@ -94,7 +94,6 @@ BOTH = [
             "sleep",
             "wake_up",
             "start_draft_weight_update",
-            "update_weights",
             "finish_weight_update",
         ),
     ),
