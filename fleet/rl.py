@@ -62,7 +62,7 @@ class FollowPolicy(TrainerCallback):
             raise UserError(f"every is {every}; give 1 optimizer step or more")
         self.revisions = PolicyRevisions(folder, keep=keep)
         self.every, self.save = every, save
-        self.server = VllmServer(server) if server else None
+        self.server = server
         self.rollouts = (
             Rollouts(BufferWriter(buffer, queue_records=QUEUE_RECORDS), template=template)
             if buffer
@@ -109,8 +109,8 @@ class FollowPolicy(TrainerCallback):
         """No rollout runs now; the next ones are of the weights of this step."""
         if self.rollouts is not None:
             self.rollouts.step = state.global_step
-        if state.is_world_process_zero and self.server is not None:
-            self.server.name_weights(str(state.global_step))
+        if state.is_world_process_zero and self.server:
+            name_weights(self.server, str(state.global_step))
 
     def _write(self, state: Any, kwargs: dict[str, Any]) -> None:
         """A disk that refuses costs a revision and not the training."""
@@ -191,39 +191,26 @@ class PolicyRevisions:
 TIMEOUT_S = 60.0
 
 
-class VllmServer:
-    """Route of one server; nothing is raised, since training goes on without it.
+def name_weights(url: str, name: str) -> bool:
+    """Name of the weights in the records of one vLLM from now on; nothing is raised, since training
+    goes on without it.
 
     TRL sends weights and gives them no name. So the name is set where no request runs: after an
-    optimizer step, before TRL sends the new weights with its next rollouts.
+    optimizer step, before TRL sends the new weights with its next rollouts. vLLM has this route in
+    its development mode alone, which TRL needs too.
     """
+    import httpx
 
-    def __init__(self, url: str, *, http: Any = None):
-        self.url = url.rstrip("/")
-        self._http = http
-
-    @property
-    def http(self) -> Any:
-        """A client with httpx's `post`."""
-        if self._http is None:
-            import httpx
-
-            self._http = httpx.Client(timeout=TIMEOUT_S)
-        return self._http
-
-    def name_weights(self, name: str) -> bool:
-        """Name of the weights in records from now on. vLLM has this route in its development mode
-        alone, which TRL needs too."""
-        url = f"{self.url}/update_weight_version"
-        try:
-            answer = self.http.post(url, json={"new_version": name})
-        except Exception as error:  # of whichever client it is
-            once(f"{url} cannot be reached ({error})")
-            return False
-        if answer.status_code >= 300:
-            once(f"{url} answers {answer.status_code}: {answer.text[:200]}")
-            return False
-        return True
+    route = f"{url.rstrip('/')}/update_weight_version"
+    try:
+        answer = httpx.post(route, json={"new_version": name}, timeout=TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        once(f"{route} cannot be reached ({error})")
+        return False
+    if answer.status_code >= 300:
+        once(f"{route} answers {answer.status_code}: {answer.text[:200]}")
+        return False
+    return True
 
 
 Reward = Callable[..., Any]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,7 +18,7 @@ from transformers.trainer_callback import CallbackHandler
 from draftsmith.distill.learn.text_states import TargetFolder
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.fleet.rl import FollowPolicy, PolicyRevisions, VllmServer, is_sharded
+from draftsmith.fleet.rl import FollowPolicy, PolicyRevisions, is_sharded, name_weights
 
 ARGS = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0, min_p=None)
 
@@ -51,7 +52,7 @@ class Http:
     def __init__(self, status: int = 200):
         self.status, self.calls = status, list[tuple[str, dict[str, Any]]]()
 
-    def post(self, url: str, *, json: dict[str, Any]) -> Any:
+    def post(self, url: str, *, json: dict[str, Any], timeout: float) -> Any:
         self.calls.append((url, json))
         return SimpleNamespace(status_code=self.status, text="none")
 
@@ -116,11 +117,11 @@ def test_a_disk_that_refuses_does_not_end_the_training(
 
 
 def test_a_server_names_its_weights_before_their_first_rollout(
-    tmp_path: Path, tiny_target: Callable[..., str]
+    tmp_path: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     http = Http()
+    monkeypatch.setattr(httpx, "post", http.post)
     callback = FollowPolicy(tmp_path / "policy", every=2, server="http://engine:8000/")
-    callback.server = VllmServer("http://engine:8000/", http=http)
     named = []
     trainer = Trainer(tiny_target("llama"), callback)
     trainer.train(3, lambda step: named.append((step, http.calls[-1])))
@@ -128,11 +129,15 @@ def test_a_server_names_its_weights_before_their_first_rollout(
     assert named == [(step, (url, {"new_version": str(step)})) for step in range(3)]
 
 
-def test_a_server_without_the_route_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    assert not VllmServer("http://a", http=Http(404)).name_weights("1")
+def test_a_server_without_the_route_is_left_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for away in ("http://127.0.0.1:9", "http://a:b"):
+        assert not name_weights(away, "1")
+        assert f"{away}/update_weight_version cannot be reached" in caplog.text
+    monkeypatch.setattr(httpx, "post", Http(404).post)
+    assert not name_weights("http://a", "1")
     assert "http://a/update_weight_version answers 404" in caplog.text
-    assert not VllmServer("http://b", http=None.__class__).name_weights("1")
-    assert "http://b/update_weight_version cannot be reached" in caplog.text
 
 
 def test_a_sharded_policy_is_refused_without_a_way_to_save_it(tmp_path: Path) -> None:
