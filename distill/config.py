@@ -145,11 +145,6 @@ class LearnConfig:
         "is fast at it",
         choices=("auto", "float32", "bfloat16"),
     )
-    optimizer: str = option(
-        "adamw",
-        "muon trains the matrices inside the draft by Muon and all else by AdamW, as in train",
-        choices=("adamw", "muon"),
-    )
     lr: float = option(
         5e-4, "learning rate, constant after the first warm-up steps", limits=POSITIVE
     )
@@ -295,7 +290,7 @@ class DistillConfig:
     )
     status_port: int | None = option(
         None,
-        "serve the status as JSON at / and Prometheus text at /metrics of this port; 0 finds one",
+        "serve the status as Prometheus text at /metrics of this port; 0 finds one",
         limits=PORT,
     )
     status_host: str = option("127.0.0.1", "address of that port")

@@ -32,7 +32,6 @@ from draftsmith.train.data.roles import RoleWeights, TrainedRow, branch_row, tex
 from draftsmith.train.objective.rounds_of_text import step_weighting
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
-from draftsmith.train.optim import MUON_MOMENT, muon_with_adamw, part_of
 
 # So many steps in a row without a finite gradient mean that the candidate is lost.
 MAX_BROKEN_STEPS = 3
@@ -292,8 +291,8 @@ MAX_GRAD_NORM = 1.0
 
 
 class CandidateOptimizer:
-    """AdamW, or Muon with it, over the trained parameters of `drafter`, whose weights may change
-    between steps. `source` gives what it is to match."""
+    """AdamW over the trained parameters of `drafter`, whose weights may change between steps.
+    `source` gives what it is to match."""
 
     def __init__(self, drafter: torch.nn.Module, source: TargetSource, config: LearnConfig):
         self.drafter, self.source, self.config = drafter, source, config
@@ -337,32 +336,20 @@ class CandidateOptimizer:
         return {
             f"{name}:{key}": value
             for name, parameter in trained(self.drafter).items()
-            for key, value in part_of(self.adam, parameter).state.get(parameter, {}).items()
+            for key, value in self.adam.state.get(parameter, {}).items()
         }
 
     def fill(self, moments: Mapping[str, torch.Tensor]) -> None:
-        """Moments of another optimizer than the one at hand are left out."""
         self.forget()
         parameters = trained(self.drafter)
         for key, value in moments.items():
             name, _, moment = key.rpartition(":")
-            part = part_of(self.adam, parameters[name])
-            if (moment == MUON_MOMENT) == isinstance(part, torch.optim.Muon):
-                on_host = moment == "step" and not part.param_groups[0].get("fused")
-                device = "cpu" if on_host else parameters[name].device
-                part.state.setdefault(parameters[name], {})[moment] = value.to(device)
+            on_host = moment == "step" and not self.adam.param_groups[0].get("fused")
+            device = "cpu" if on_host else parameters[name].device
+            self.adam.state.setdefault(parameters[name], {})[moment] = value.to(device)
 
     def forget(self) -> None:
         """Returns to the state before the first step."""
-        if self.config.optimizer == "muon":
-            self.adam: torch.optim.Optimizer = muon_with_adamw(
-                self.drafter,
-                num_tokens=len(self.drafter.head_weight()),
-                lr=self.config.lr,
-                betas=BETAS,
-                weight_decay=0.0,
-            )
-            return
         self.adam = torch.optim.AdamW(
             trained(self.drafter).values(),
             lr=self.config.lr,
