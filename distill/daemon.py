@@ -20,7 +20,13 @@ from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.learn.rehearsal import rehearsal_of
 from draftsmith.distill.learn.text_states import TargetFolder, states_of
 from draftsmith.distill.monitor.monitor import FALSE_ALARM, Monitor
-from draftsmith.distill.state import LEARNER, LearnerContext, LearnerCounters, StateFolder
+from draftsmith.distill.state import (
+    LEARNER,
+    LearnerContext,
+    LearnerCounters,
+    LearnerState,
+    StateFolder,
+)
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters import versions
@@ -84,12 +90,9 @@ class Daemon:
             self.counters.take_over(restored.counters)
             self.open = OpenRequests(restored.open, orphans=restored.counters.orphans)
             self.revisions = restored.revisions
-            if restored.monitor is not None:
-                self.monitor = Monitor.from_dict(restored.monitor, FALSE_ALARM)
-        self.track.begin(restored.track if restored else None)
+            self.monitor = restored.monitor
+        self.track.begin(restored)
         if restored is not None:
-            if restored.is_rebased:
-                self.track.num_unscored = len(self.track.window)
             self.status.event(
                 f"goes on after update {self.counters.updates}, version {self.track.live.version} "
                 "is live"
@@ -272,18 +275,33 @@ class Daemon:
         self.track.take(text)
 
     def save(self) -> None:
-        self.saves.save(
-            self.track.learner,
-            self.track.state,
+        self.saves.save(self._state(), with_records=not self.reader.folder.is_memory)
+        self.saved_cursor, self.saved_s = dict(self.reader.cursor), time.monotonic()
+
+    def _state(self) -> LearnerState:
+        track, learner = self.track, self.track.learner
+        return LearnerState(
             cursor=self.reader.cursor,
             counters=self.counters,
             target_revision=self.target.revision,
             revisions=self.revisions,
-            open_records=self.open.all_records(),
-            monitor=self.monitor.to_dict(),
-            with_records=not self.reader.folder.is_memory,
+            monitor=self.monitor,
+            live_version=track.live.version,
+            is_gate_due=track.is_gate_due,
+            num_unscored=track.num_unscored,
+            ledger=track.live.ledger,
+            drift=track.live.drift.kept(),
+            steps=learner.steps,
+            updates=learner.updates,
+            reservoir_seen=learner.reservoir.seen,
+            open=self.open.all_records(),
+            fresh=track.fresh,
+            window=track.window,
+            reservoir=learner.reservoir.texts,
+            latest=learner.reservoir.latest,
+            candidate=dict(learner.parameters),
+            optimizer=learner.moments(),
         )
-        self.saved_cursor, self.saved_s = dict(self.reader.cursor), time.monotonic()
 
     def retain(self) -> None:
         """Deletes old shards. Only records that a restart would not read again count as read."""

@@ -18,20 +18,11 @@ from draftsmith.distill.buffer.traffic import (
     samplers_of,
     without,
 )
-from draftsmith.distill.gate.gate import (
-    Comparison,
-    Decision,
-    alphas_of,
-    compare,
-    decide,
-    enough,
-    pairs_of,
-    regate,
-)
+from draftsmith.distill.gate.gate import Comparison, Decision, alphas_of, decide, pairs_of, regate
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.learner import Learner, UpdateReport
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.state import LearnerContext, TrackState
+from draftsmith.distill.state import LearnerContext, LearnerState
 from draftsmith.distill.version_lifecycle import DecisionLog, LiveVersion, VersionLifecycle
 from draftsmith.drafters import versions
 
@@ -63,32 +54,15 @@ class DraftTrack:
         # alpha of the live draft when the target's weights were read
         self.predicted: float | None = None
 
-    @property
-    def state(self) -> TrackState:
-        displaced = self.live.watch.displaced
-        return TrackState(
-            self.live.version,
-            self.is_gate_due,
-            self.live.ledger,
-            self.live.drift.kept(),
-            self.fresh,
-            self.window,
-            displaced.version if displaced else None,
-            self.lifecycle.spared,
-        )
-
-    def begin(self, state: TrackState | None) -> None:
+    def begin(self, state: LearnerState | None) -> None:
         """Goes on from a saved state, whose learner is filled already, or begins at the live
         version."""
         if state is not None:
-            self.is_gate_due, self.fresh, self.window = (
-                state.is_gate_due,
-                state.fresh,
-                state.window,
-            )
+            self.is_gate_due, self.num_unscored = state.is_gate_due, state.num_unscored
+            self.fresh, self.window = state.fresh, state.window
             if state.live_version != self.live.version:
-                # Ended between a rollback and its save, perhaps: the held-out texts are of traffic
-                # that the candidate is not to be judged on, as in `check_live`.
+                # Ended between a rollback and its save, perhaps: the held-out texts are of other
+                # traffic, on which the candidate is not to be judged.
                 self.window = []
         self.lifecycle.begin(state)
 
@@ -108,7 +82,9 @@ class DraftTrack:
         before is a text, and no evidence of how a draft is accepted now."""
         served_as, gate = str(self.live.version), self.config.gate
         if text.is_of(self.context.target.revision):
-            self.live.look_for_drift(text)
+            alarm = self.live.drift.observe(text, served_as)
+            if alarm is not None:
+                self.log.drifted(alarm)
             self.live.watch.take(text, served_as)
         if not is_held_out(text, gate.held_out, gate.held_out_by):
             fresh = self._slimmed([*self.fresh, text])
@@ -164,13 +140,8 @@ class DraftTrack:
         return has_update
 
     def check_live(self) -> None:
-        if not self.lifecycle.check_live():
-            return
-        if self.live.watch.displaced is not None:
-            # Held-out texts of other traffic would show the candidate better than it is on the
-            # newest.
-            self.window = []
-        self.context.save()
+        if self.lifecycle.check_live():
+            self.context.save()
 
     def finish(self) -> None:
         """Trains on the texts that are left, within `max_updates`, and decides on the last
@@ -218,18 +189,16 @@ class DraftTrack:
                 self.config.gate,
                 max_depth=self.depth,
                 evidence=self.live.ledger.gate,
+                floor=self.config.gate.floor if self.live.made_for else 0.0,
             )
-        if self.live.made_for:
-            decision = enough(decision, self.config.gate)
         if decision.decision == "accept":
             self._publish(decision)
             self.is_gate_due = False
             return
         self.is_gate_due = False
         self.lifecycle.record(decision)
-        if decision.decision == "refuse" or self._has_fallen_behind(decision):
+        if decision.decision == "refuse" or self._has_fallen_behind(decision.comparison):
             self.lifecycle.start_over()
-        self.lifecycle.spared = max(0, self.lifecycle.spared - 1)
 
     def _publish(self, decision: Decision) -> None:
         """Publishes the candidate, whose scores are then those of the live version."""
@@ -238,20 +207,13 @@ class DraftTrack:
         if self.live.version != left and decision.judged is not None:
             self.live.scorer.take_over(decision.judged)
 
-    def _has_fallen_behind(self, decision: Decision) -> bool:
-        """True for a candidate that is worse with evidence: the live draft is the better start.
-        One that went on past a rollback has to be worse than the version that was left, too, for
-        some decisions."""
-        comparison, displaced = decision.comparison, self.live.watch.displaced
-        if comparison is None or not self._is_worse(comparison):
-            return False
-        if not self.lifecycle.spared or displaced is None or decision.judged is None:
-            return True
-        pairs = pairs_of(displaced.scorer, decision.judged, self.window, max_depth=self.depth)
-        return self._is_worse(compare(*pairs.alphas))
-
-    def _is_worse(self, comparison: Comparison) -> bool:
-        return comparison.gain < 0 and comparison.p_value <= self.config.gate.error
+    def _has_fallen_behind(self, comparison: Comparison | None) -> bool:
+        """True for a candidate that is worse with evidence: the live draft is the better start."""
+        return (
+            comparison is not None
+            and comparison.gain < 0
+            and comparison.p_value <= self.config.gate.error
+        )
 
     def regate(self) -> None:
         """Publishes the live draft again for a new target, if texts show it good enough."""

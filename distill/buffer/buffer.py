@@ -98,7 +98,7 @@ class BufferWriter(RecordSink):
         )
         self.screens, self.backlog_bytes = screens, backlog_bytes
         self.writer = uuid.uuid4().hex[:12]
-        self.written = self.dropped = self.deleted = 0
+        self.written = self.dropped = 0
         self._number = 0
         self._most = self._share = share
         self._forgotten: frozenset[str] = frozenset()
@@ -230,9 +230,7 @@ class BufferWriter(RecordSink):
     def _bound(self) -> None:
         """Deletes old shards, since without a learner nothing else bounds the buffer."""
         try:
-            self.deleted += len(
-                retain(self.folder, {}, max_bytes=self.max_bytes, max_age_s=float("inf")).deleted
-            )
+            retain(self.folder, {}, max_bytes=self.max_bytes, max_age_s=float("inf"))
         except OSError as error:
             logger.warning("buffer %s cannot be cleaned (%s)", self.folder.url, error)
 
@@ -267,8 +265,8 @@ class BufferReader:
     """Reader that returns each shard once. The caller saves the cursor together with the state that
     the records led to, by one rename."""
 
-    def __init__(self, url: str, cursor: Cursor | None = None):
-        self.folder = ShardFolder(url)
+    def __init__(self, url: str, cursor: Cursor | None = None, *, leaves_marks: bool = True):
+        self.folder, self.leaves_marks = ShardFolder(url), leaves_marks
         self.cursor: Cursor = dict(cursor or {})
         self.damaged = 0
         self.name = uuid.uuid4().hex[:12]
@@ -297,7 +295,8 @@ class BufferReader:
             records += found
             self.cursor[shard.writer] = max(shard.number, self.cursor.get(shard.writer, -1))
             done += 1
-        self.mark()
+        if self.leaves_marks:
+            self.mark()
         unseeded = [record for record in records if not record.seeded]
         kept = [record for record in unseeded if not is_forgotten(record.request, answers)]
         seeded = len(records) - len(unseeded)

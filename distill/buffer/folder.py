@@ -123,15 +123,9 @@ def parse(data: bytes) -> list[RoundRecord]:
         raise ValueError(f"a column is of another type ({error})") from error
 
 
-@dataclass(frozen=True)
-class Retained:
-    deleted: list[Shard]
-    unread: int  # how many of them no reader had learned from
-
-
-def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> Retained:
+def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> list[Shard]:
     """Deletes read shards that are too old, then the oldest until the size fits: read ones first,
-    unread ones only if it must."""
+    unread ones only if it must. Returns the deleted ones."""
     folder.sweep()
     present = folder.shards()
     now_ms = time.time() * 1000
@@ -160,7 +154,7 @@ def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: fl
             max_bytes,
             unread,
         )
-    return Retained(doomed, unread)
+    return doomed
 
 
 PROGRESS = re.compile(r"reader-[0-9a-z]+\.json")

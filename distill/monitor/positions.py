@@ -135,8 +135,6 @@ class _Sampled:
         tail = np.where(temperature == 1, p.tail, np.clip(1 - probs.sum(axis=1), 0, 1))
         width = probs.shape[1]
         active = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-        if not active.any():
-            return cls._unfiltered(temperature, probs, tail, logprobs)
         settings = (
             np.where((top_k > 0) & active, np.minimum(top_k, width), width),
             np.where((top_p < 1) & active, top_p, math.inf),
@@ -161,20 +159,6 @@ class _Sampled:
             is_cut=is_cut,
             is_known=np.isfinite(logprobs[:, 0]) & is_settled & inside,
             error=ROUNDING / np.minimum(1.0, scale[:, 0]),
-        )
-
-    @classmethod
-    def _unfiltered(
-        cls, temperature: np.ndarray, probs: np.ndarray, tail: np.ndarray, logprobs: np.ndarray
-    ) -> _Sampled:
-        scale = np.where(temperature == 0, 1.0, temperature)
-        return cls(
-            temperature=temperature,
-            probs=probs,
-            tail=tail,
-            is_cut=np.zeros(len(tail), dtype=bool),
-            is_known=np.isfinite(logprobs[:, 0]),
-            error=ROUNDING / np.minimum(1.0, scale),
         )
 
     def of_drafted(self, tokens: np.ndarray, p: ProbArrays) -> np.ndarray:
@@ -203,5 +187,5 @@ def _keep(probs: np.ndarray, tail: np.ndarray, kept: np.ndarray) -> tuple[np.nda
     with them."""
     is_cut = (~kept & (probs > 0)).any(axis=1)
     probs = np.where(kept, probs, 0.0)
-    normalised = probs / probs.sum(axis=1, keepdims=True)
+    normalised = probs / np.maximum(probs.sum(axis=1, keepdims=True), 1e-300)
     return np.where(is_cut[:, None], normalised, probs), np.where(is_cut, 0.0, tail)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from draftsmith.distill.buffer.traffic import stitch
-from draftsmith.distill.gate.logged import DraftedPositions, Position, logged_arrays, positions_of
+from draftsmith.distill.gate.scoring import DraftedPositions, Position, logged_arrays, positions_of
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.record import Distribution
 from tests.round_records import round_record
