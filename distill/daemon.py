@@ -20,14 +20,8 @@ from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.learn.rehearsal import rehearsal_of
 from draftsmith.distill.learn.text_states import TargetFolder, states_of
 from draftsmith.distill.monitor.monitor import FALSE_ALARM, Monitor
-from draftsmith.distill.state import (
-    LEARNER,
-    LearnerContext,
-    LearnerCounters,
-    LearnerState,
-    StateFolder,
-)
-from draftsmith.distill.status import Status
+from draftsmith.distill.state import LEARNER, LearnerContext, LearnerState, StateFolder
+from draftsmith.distill.status import LearnerCounters, Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters import versions
 from draftsmith.drafters.target.device import load_target

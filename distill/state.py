@@ -33,6 +33,7 @@ from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.rehearsal import Rehearsal
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.distill.monitor.monitor import Monitor
+from draftsmith.distill.status import LearnerCounters
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import first_line
@@ -46,40 +47,6 @@ FOLDER = re.compile(r"state-(\d{8})")
 LEARNER = "learner"
 TEXTS = ("fresh", "window", "reservoir", "latest")
 TENSORS = ("candidate", "optimizer")
-
-
-@dataclass
-class LearnerCounters:
-    """Totals since the first start."""
-
-    records: int = 0
-    damaged_shards: int = 0
-    seeded: int = 0  # records of sampled requests with a seed of their own, which are left out
-    foreign: int = 0  # records of another target
-    earlier: int = 0  # records of weights that the target had before, whose tokens alone are kept
-    orphans: int = 0
-    texts: int = 0  # trained on
-    held_out: int = 0
-    updates: int = 0
-    # of rows in batches: a text that is trained on again counts again
-    positions_trained: int = 0
-    published: int = 0
-    held: int = 0
-    refused: int = 0
-    rolled_back: int = 0
-    drift_alarms: int = 0
-
-    def take_over(self, other: LearnerCounters) -> None:
-        for one in fields(self):
-            setattr(self, one.name, getattr(other, one.name))
-
-    def count(self, decision: str) -> None:
-        self.published += decision == "accept"
-        self.held += decision == "hold"
-        self.refused += decision == "refuse"
-
-
-TOTALS = frozenset(one.name for one in fields(LearnerCounters))
 
 
 @dataclass

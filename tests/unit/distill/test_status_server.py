@@ -11,10 +11,8 @@ import httpx
 import pytest
 
 from draftsmith.client import parse
-from draftsmith.distill.state import TOTALS
-from draftsmith.distill.status import Status, StatusCollector
+from draftsmith.distill.status import TOTALS, Status, StatusCollector, serve_metrics
 from draftsmith.errors import UserError
-from draftsmith.served_metrics import serve_metrics
 
 
 class FullDisk(io.StringIO):
@@ -46,9 +44,9 @@ def test_a_learner_that_ends_leaves_word(tmp_path: Path) -> None:
 
 def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
     status = Status(tmp_path, io.StringIO())
-    server = serve_metrics(StatusCollector(status), "127.0.0.1", 0)
+    port, close = serve_metrics(StatusCollector(status), "127.0.0.1", 0)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}") as http:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
             assert "draftsmith_learner" not in http.get("/metrics").text
             for updates in (3, 4):
                 status.show(
@@ -71,7 +69,7 @@ def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
                     "draftsmith_learner_alpha_training"
                 )
     finally:
-        server.close()
+        close()
     assert "updates" in TOTALS and "window" not in TOTALS
 
 
