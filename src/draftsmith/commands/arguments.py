@@ -70,7 +70,8 @@ def parser_for(name: str, cls: type) -> Parser:
         nargs="*",
         metavar=EXTRA,
         help="a recipe, then overrides such as optim.lr=1e-4"
-        + ("; a word alone is the target" if target else ""),
+        + ("; a word alone is the target" if target else "")
+        + ("; an http:// address alone is --url" if URL in parser.keys else ""),
     )
     return parser
 
