@@ -316,8 +316,11 @@ def draw_curves(metrics: Path, picture: Path) -> None:
             f"held out, predicted, T={end[1:]}",
             color=colour,
             linestyle=":",
+            marker="x",  # a single evaluation is no line
         )
     tau.set(title="acceptance length tau, 95 % intervals", xlabel="step", ylabel="tokens per round")
+    for axes in (loss, alpha, tau):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     for axes in (alpha, tau):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7)

@@ -29,6 +29,7 @@ def drawn(
     draw_curves(metrics, folder / "curves.png")
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     (figure,) = figures
+    assert all(float(tick).is_integer() for axes in figure.axes for tick in axes.get_xticks())
     return [axes.get_legend_handles_labels()[1] for axes in figure.axes]
 
 
