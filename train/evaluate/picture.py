@@ -23,9 +23,11 @@ def draw_figures(found: Sequence[dict[str, Any]], path: str | Path) -> None:
         folders = one.get("folders", {})
         names = [name.replace("_", "\n") for name in [*short_names(folders), "all"]]
         taus = [own["tau"] for own in [*folders.values(), one]]
-        places = [at + 0.3 * number / len(found) for at in range(len(taus))]
+        aside = 0.3 * ((number + 0.5) / len(found) - 0.5)
+        places = [at + aside for at in range(len(taus))]
         tau.errorbar(places, **_bars(taus), fmt="o", capsize=3, label=label)
         tau.set_xticks(range(len(names)), names, fontsize=8, parse_math=False)
+        tau.set_xlim(-0.5, len(names) - 0.5)  # of one row too
         depths = {at: own for at, own in enumerate(one["alpha"], start=1) if own is not None}
         alpha.errorbar(list(depths), **_bars(list(depths.values())), fmt="o-", capsize=3)
     tau.set_ylabel("tau, tokens per round")

@@ -24,3 +24,16 @@ def test_every_folder_has_a_point_whatever_its_name(
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
     labels = [one.get_text() for one in figures[0].axes[0].get_xticklabels()]
     assert labels == ["x/answers", "y/answers", r"x/pay$\x$", "all"]
+
+
+def test_the_temperatures_of_one_row_stand_at_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    found = [{"temperature": at, "alpha": [None], **TAU} for at in (0.0, 1.0)]
+    draw_figures(found, tmp_path / "figures.png")
+    axes = figures[0].axes[0]
+    assert axes.get_xlim() == (-0.5, 0.5)
+    places = [float(bars.lines[0].get_xdata()[0]) for bars in axes.containers]
+    assert places == pytest.approx([-0.075, 0.075])
