@@ -38,8 +38,10 @@ def check_weights(model: torch.nn.Module, name: str) -> None:
     for key, own in model.named_parameters():
         if own.is_meta or not own.is_floating_point() or own.element_size() == 1:
             continue
-        if not bool(own.sum(dtype=torch.promote_types(own.dtype, torch.float32)).isfinite()):
-            row = int((~own.isfinite()).flatten(1 if own.ndim > 1 else 0).nonzero()[0, 0])
+        if bool(own.sum(dtype=torch.promote_types(own.dtype, torch.float32)).isfinite()):
+            continue
+        rows = (~own.isfinite()).flatten(1 if own.ndim > 1 else 0).nonzero()[:, 0]
+        for row in rows[:1].tolist():  # none where a sum of large weights alone has no end
             raise UserError(
                 f"target {name!r} has NaN or infinite weights, first in row {row} of {key!r}; "
                 "restore its files"

@@ -34,9 +34,9 @@ def writable(value: T) -> T:
     for _ in range(DEEPEST + 1):
         level = [part for one in level if isinstance(one, (dict, list))
                  for part in (one.values() if isinstance(one, dict) else one)]  # fmt: skip
-    if level:
-        raise ValueError(f"it is nested more than {DEEPEST} levels deep; send a flatter one")
-    return value
+        if not level:
+            return value
+    raise ValueError(f"it is nested more than {DEEPEST} levels deep; send a flatter one")
 
 
 Text = Annotated[str, AfterValidator(writable)]

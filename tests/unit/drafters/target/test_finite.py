@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.cli import main
+from draftsmith.drafters.target.probe import check_weights
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.audit.config import AuditConfig
@@ -54,6 +55,12 @@ def test_the_row_of_a_wrong_weight_is_named_before_any_work(
         assert says in capsys.readouterr().err
     assert main(["doctor", "--target", target]) == 1
     assert says.partition(";")[0] in " ".join(capsys.readouterr().out.split())
+
+
+def test_large_weights_are_finite() -> None:
+    check_weights(torch.nn.ParameterList([torch.full((2, 4), 3e38)]), "large")
+    with pytest.raises(UserError, match="first in row 1 of '0'"):
+        check_weights(torch.nn.ParameterList([torch.tensor([[3e38], [torch.nan]])]), "torn")
 
 
 def test_an_audit_refuses_a_target_of_its_own_with_lost_weights(
