@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 from draftsmith import config as configuration
 from draftsmith.commands.arguments import collect, parse, parser_for
@@ -25,11 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = COMMANDS.get("".join(words[:1]))
     saves = command is not None and command.saves
-    if argv is None and command is not None:
-        os.nice(command.nice)
+    gives_way = argv is None and command is not None and command.nice > 0
     try:
         try:
-            return _dispatch(words)
+            with _given_way(command.nice) if gives_way else nullcontext():
+                return _dispatch(words)
         finally:
             close_all()
             sys.stdout.flush()
@@ -87,6 +89,38 @@ def _dispatch(argv: list[str]) -> int:
     # It says at import what it found, and accelerate imports it to save a model.
     logging.getLogger("DeepSpeed").addFilter(is_error)
     return start(name, config)
+
+
+@contextmanager
+def _given_way(by: int) -> Iterator[None]:
+    """Lowers the priority of this process. Linux may share the cores out by session first (its
+    autogroup): that of the session is lowered meanwhile, where it is this process's alone."""
+    os.nice(by)
+    group, before = Path("/proc/self/autogroup"), ""
+    with suppress(OSError):  # another system, or none such
+        if _has_session():
+            before = group.read_text().split()[-1]
+            group.write_text(str(by), encoding="ascii")
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if before:
+                group.write_text(before, encoding="ascii")
+
+
+def _has_session() -> bool:
+    """True where nothing is in this process's session but what started it."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            _, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == os.getsid(0):
+                parents[int(path.parent.name)] = int(parent)
+    process: int | None = os.getpid()
+    while process is not None:
+        process = parents.pop(process, None)
+    return not parents
 
 
 def overview() -> str:

@@ -199,17 +199,25 @@ for name, words in {"bench": ["t"], "generate": ["t", "out=o"], "top": []}.items
     assert done.stdout.count("Config(") == 3
 
 
-def test_a_learner_gives_way_to_servers_on_its_cores() -> None:
+@pytest.mark.parametrize(("beside", "of_session"), [("0", "10"), ("60", "0")])
+def test_a_learner_gives_way_to_servers_on_its_cores(beside: str, of_session: str) -> None:
+    """Its session too, where Linux shares the cores out by it and nothing else is there."""
     code = """
-import os, sys
+import os, subprocess, sys
 from draftsmith import cli
-os.nice = print
+cat, (_, seconds) = ["cat", "/proc/self/autogroup"], sys.argv
+os.nice, cli._dispatch = print, lambda words: subprocess.run(cat).returncode
+other = subprocess.Popen(["sleep", seconds])
+seconds == "0" and other.wait()
 for sys.argv in [["draftsmith", name] for name in ("distill", "serve")]:
     cli.main()
     cli.main(sys.argv[1:])  # in a process of somebody else
+other.kill()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "10\n0\n" and done.stderr.count("error") == 4
+    command = [sys.executable, "-u", "-c", code, beside]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    given, *groups = [line.split()[-1] for line in done.stdout.splitlines()]
+    assert given == "10" and groups == [of_session, "0", "0", "0"][: len(groups)]
 
 
 def test_wrong_options_are_refused_before_torch_is_loaded() -> None:
