@@ -14,10 +14,11 @@ from draftsmith.config import check_limits
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
-from draftsmith.distill.status import Status, StatusCollector, serve_metrics
+from draftsmith.distill.status import Status, StatusCollector
 from draftsmith.distill.throttle import Throttle, nothing
 from draftsmith.errors import UserError, first_line
 from draftsmith.lock import folder_lock, stopping
+from draftsmith.served_metrics import serve_metrics
 
 
 def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
@@ -51,9 +52,9 @@ def learn(config: DistillConfig, stop: threading.Event) -> None:
         closing.callback(status.close)
         if config.status_port is not None:
             host = config.status_host
-            port, close = serve_metrics(StatusCollector(status), host, config.status_port)
-            closing.callback(close)
-            status.event(f"status at http://{host}:{port}/metrics")
+            served = serve_metrics(StatusCollector(status), host, config.status_port)
+            closing.callback(served.close)
+            status.event(f"status at http://{host}:{served.port}/metrics")
         daemon: Daemon | None = begin(config, status, throttle)
         while daemon is not None:
             daemon.loop(stop)
@@ -94,6 +95,11 @@ def begin(config: DistillConfig, status: Status, throttle: Throttle) -> Daemon:
 
 def check(config: DistillConfig) -> None:
     check_limits(config)
+    if config.target_offload is not None and config.learn.teacher == "recorded":
+        raise UserError(
+            f"option 'target_offload' is {config.target_offload!r}, but with "
+            "learn.teacher=recorded no target is loaded; leave one of them out"
+        )
     learning.check(config.learn)
     learn, gate = config.learn, config.gate
     if learn.reservoir < learn.fresh:

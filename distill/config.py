@@ -133,10 +133,17 @@ class LearnUnroll:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnConfig:
+    teacher: str = option(
+        "live",
+        "where the target's distributions are read, and the states that a draft reads: live, from "
+        "a pass of the target; recorded, from the records alone, and the target is neither loaded "
+        "nor run",
+        choices=("live", "recorded"),
+    )
     taps_gib: float = option(
         4.0,
-        "most memory of the host for the target's hidden states of the texts kept, each of which "
-        "is then read once",
+        "most memory of the host for the target's hidden states of the texts kept: recorded ones, "
+        "or those of its own passes, each of which then reads a text once",
         limits=POSITIVE,
     )
     dtype: str = option(
@@ -144,6 +151,11 @@ class LearnConfig:
         "of a step's arithmetic, over float32 weights; auto is bfloat16 autocast where the machine "
         "is fast at it",
         choices=("auto", "float32", "bfloat16"),
+    )
+    optimizer: str = option(
+        "adamw",
+        "muon trains the matrices inside the draft by Muon and all else by AdamW, as in train",
+        choices=("adamw", "muon"),
     )
     lr: float = option(
         5e-4, "learning rate, constant after the first warm-up steps", limits=POSITIVE
@@ -290,7 +302,7 @@ class DistillConfig:
     )
     status_port: int | None = option(
         None,
-        "serve the status as Prometheus text at /metrics of this port; 0 finds one",
+        "serve the status as JSON at / and Prometheus text at /metrics of this port; 0 finds one",
         limits=PORT,
     )
     status_host: str = option("127.0.0.1", "address of that port")

@@ -14,17 +14,24 @@ from draftsmith.config import to_dict
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.folder import retain
 from draftsmith.distill.buffer.record_table import is_of_weights, of_earlier_weights
-from draftsmith.distill.buffer.traffic import SILENCE_S, OpenRequests, ServedText, is_held_out
+from draftsmith.distill.buffer.traffic import (
+    SILENCE_S,
+    OpenRequests,
+    ServedText,
+    check_recorded,
+    is_held_out,
+    numbers,
+)
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.learn.rehearsal import rehearsal_of
+from draftsmith.distill.learn.teachers import open_target
 from draftsmith.distill.learn.text_states import TargetFolder, states_of
 from draftsmith.distill.monitor.monitor import FALSE_ALARM, Monitor
-from draftsmith.distill.state import LEARNER, LearnerContext, LearnerState, StateFolder
-from draftsmith.distill.status import LearnerCounters, Status
+from draftsmith.distill.state import LEARNER, LearnerContext, LearnerCounters, StateFolder
+from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters import versions
-from draftsmith.drafters.target.device import load_target
 from draftsmith.files import sweep
 from draftsmith.record import RoundRecord
 
@@ -45,15 +52,7 @@ class Daemon:
         # other weights have come into the target's folder since
         self.is_outdated = False
         self.revisions: list[str] = []  # that the target had before
-        self.target = load_target(
-            self.source.folder,
-            dtype=config.dtype,
-            device=config.device,
-            max_length=config.learn.max_length,
-            offload=config.target_offload,
-            use="step",
-            trust_remote_code=config.trust_remote_code,
-        )
+        self.target = open_target(config, self.source.folder)
         self.counters, self.open = LearnerCounters(), OpenRequests()
         self.monitor = Monitor(FALSE_ALARM)
         self.states = states_of(self.target, config.learn)
@@ -69,7 +68,10 @@ class Daemon:
             self.states,
         )
         self.track = DraftTrack(context)
-        self.reader = BufferReader(config.buffer)
+        taps = self.track.learner.teacher.taps
+        self.reader = BufferReader(config.buffer, with_taps=bool(taps))
+        if taps:
+            check_recorded(self.reader.folder, taps)
         self.saves = StateFolder(self.root)
         throttle.look_up = lambda: self.guarded(self.look_up)
         self.forgotten: frozenset[str] = frozenset()
@@ -84,9 +86,12 @@ class Daemon:
             self.counters.take_over(restored.counters)
             self.open = OpenRequests(restored.open, orphans=restored.counters.orphans)
             self.revisions = restored.revisions
-            self.monitor = restored.monitor
-        self.track.begin(restored)
+            if restored.monitor is not None:
+                self.monitor = Monitor.from_dict(restored.monitor, FALSE_ALARM)
+        self.track.begin(restored.track if restored else None)
         if restored is not None:
+            if restored.is_rebased:
+                self.track.num_unscored = len(self.track.window)
             self.status.event(
                 f"goes on after update {self.counters.updates}, version {self.track.live.version} "
                 "is live"
@@ -265,37 +270,38 @@ class Daemon:
 
     def sort_in(self, text: ServedText) -> None:
         gate = self.config.gate
-        self.counters.held_out += is_held_out(text, gate.held_out, gate.held_out_by)
+        if self.has_taps(text):
+            self.counters.held_out += is_held_out(text, gate.held_out, gate.held_out_by)
         self.track.take(text)
 
-    def save(self) -> None:
-        self.saves.save(self._state(), with_records=not self.reader.folder.is_memory)
-        self.saved_cursor, self.saved_s = dict(self.reader.cursor), time.monotonic()
+    def has_taps(self, text: ServedText) -> bool:
+        """False, and counted, where a text lacks the states that the draft reads; the first one is
+        reported."""
+        teacher = self.track.learner.teacher
+        if teacher.reads(text.records):
+            return True
+        if self.counters.untapped == 0:
+            self.status.event(
+                f"records without the target's states of layers {numbers(teacher.taps)} are left "
+                "out, since the draft reads these; serve with --record-taps 1024, or give "
+                "learn.teacher=live"
+            )
+        self.counters.untapped += 1
+        return False
 
-    def _state(self) -> LearnerState:
-        track, learner = self.track, self.track.learner
-        return LearnerState(
+    def save(self) -> None:
+        self.saves.save(
+            self.track.learner,
+            self.track.state,
             cursor=self.reader.cursor,
             counters=self.counters,
             target_revision=self.target.revision,
             revisions=self.revisions,
-            monitor=self.monitor,
-            live_version=track.live.version,
-            is_gate_due=track.is_gate_due,
-            num_unscored=track.num_unscored,
-            ledger=track.live.ledger,
-            drift=track.live.drift.kept(),
-            steps=learner.steps,
-            updates=learner.updates,
-            reservoir_seen=learner.reservoir.seen,
-            open=self.open.all_records(),
-            fresh=track.fresh,
-            window=track.window,
-            reservoir=learner.reservoir.texts,
-            latest=learner.reservoir.latest,
-            candidate=dict(learner.parameters),
-            optimizer=learner.moments(),
+            open_records=self.open.all_records(),
+            monitor=self.monitor.to_dict(),
+            with_records=not self.reader.folder.is_memory,
         )
+        self.saved_cursor, self.saved_s = dict(self.reader.cursor), time.monotonic()
 
     def retain(self) -> None:
         """Deletes old shards. Only records that a restart would not read again count as read."""

@@ -15,14 +15,24 @@ from draftsmith.distill.buffer.traffic import (
     ServedText,
     depth_of,
     is_held_out,
+    newest_within,
     samplers_of,
     without,
 )
-from draftsmith.distill.gate.gate import Comparison, Decision, alphas_of, decide, pairs_of, regate
+from draftsmith.distill.gate.gate import (
+    Comparison,
+    Decision,
+    alphas_of,
+    compare,
+    decide,
+    enough,
+    pairs_of,
+    regate,
+)
 from draftsmith.distill.learn import learner as learning
-from draftsmith.distill.learn.learner import Learner, UpdateReport
+from draftsmith.distill.learn.learner import Learner, UpdateReport, taps_share
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.state import LearnerContext, LearnerState
+from draftsmith.distill.state import LearnerContext, TrackState
 from draftsmith.distill.version_lifecycle import DecisionLog, LiveVersion, VersionLifecycle
 from draftsmith.drafters import versions
 
@@ -54,15 +64,32 @@ class DraftTrack:
         # alpha of the live draft when the target's weights were read
         self.predicted: float | None = None
 
-    def begin(self, state: LearnerState | None) -> None:
+    @property
+    def state(self) -> TrackState:
+        displaced = self.live.watch.displaced
+        return TrackState(
+            self.live.version,
+            self.is_gate_due,
+            self.live.ledger,
+            self.live.drift.kept(),
+            self.fresh,
+            self.window,
+            displaced.version if displaced else None,
+            self.lifecycle.spared,
+        )
+
+    def begin(self, state: TrackState | None) -> None:
         """Goes on from a saved state, whose learner is filled already, or begins at the live
         version."""
         if state is not None:
-            self.is_gate_due, self.num_unscored = state.is_gate_due, state.num_unscored
-            self.fresh, self.window = state.fresh, state.window
+            self.is_gate_due, self.fresh, self.window = (
+                state.is_gate_due,
+                state.fresh,
+                state.window,
+            )
             if state.live_version != self.live.version:
-                # Ended between a rollback and its save, perhaps: the held-out texts are of other
-                # traffic, on which the candidate is not to be judged.
+                # Ended between a rollback and its save, perhaps: the held-out texts are of traffic
+                # that the candidate is not to be judged on, as in `check_live`.
                 self.window = []
         self.lifecycle.begin(state)
 
@@ -82,26 +109,27 @@ class DraftTrack:
         before is a text, and no evidence of how a draft is accepted now."""
         served_as, gate = str(self.live.version), self.config.gate
         if text.is_of(self.context.target.revision):
-            alarm = self.live.drift.observe(text, served_as)
-            if alarm is not None:
-                self.log.drifted(alarm)
+            self.live.look_for_drift(text)
             self.live.watch.take(text, served_as)
+        if not self.learner.teacher.reads(text.records):
+            return
+        held = taps_share(self.config.learn)
         if not is_held_out(text, gate.held_out, gate.held_out_by):
             fresh = self._slimmed([*self.fresh, text])
             if not self.uses_each:
                 # More than the reservoir holds would only be waited for: the newest traffic
                 # matters most.
                 fresh = fresh[-self.config.learn.reservoir :]
-            self.fresh = fresh
+            self.fresh = newest_within(fresh, held)
         elif text.is_scorable:
-            self.window = [*self.window, text][-gate.window :]
+            self.window = newest_within([*self.window, text][-gate.window :], held)
             self.num_unscored += 1
 
     def _slimmed(self, fresh: list[ServedText]) -> list[ServedText]:
         """Keeps what the gate reads of the newest texts alone, which may be scored."""
         edge = len(fresh) - 1 - (self.config.gate.window if self.config.gate.fresh else 0)
         if edge >= 0:
-            fresh[edge] = fresh[edge].slim()
+            fresh[edge] = self.learner.reservoir.slim(fresh[edge])
         return fresh
 
     def forget(self, answers: frozenset[str]) -> None:
@@ -140,8 +168,13 @@ class DraftTrack:
         return has_update
 
     def check_live(self) -> None:
-        if self.lifecycle.check_live():
-            self.context.save()
+        if not self.lifecycle.check_live():
+            return
+        if self.live.watch.displaced is not None:
+            # Held-out texts of other traffic would show the candidate better than it is on the
+            # newest.
+            self.window = []
+        self.context.save()
 
     def finish(self) -> None:
         """Trains on the texts that are left, within `max_updates`, and decides on the last
@@ -154,13 +187,20 @@ class DraftTrack:
             self.gate()
 
     def update(self) -> None:
+        was_masked = self.is_masked
         taken = self.fresh[: self.config.learn.most_fresh]
         self.weigh_fresh(taken)
         self.latest_update = self.learner.update(taken, self.context.throttle.rest)
         self.context.counters.texts += len(taken)
         self.context.counters.updates += 1
         self.context.counters.positions_trained += self.latest_update.tokens
+        self.context.counters.positions_masked += self.latest_update.masked
         self.fresh = self.fresh[len(taken) :]
+        if self.is_masked and not was_masked:
+            self.context.report(
+                "nothing was learned from the latest texts, whose records hold no distributions; "
+                "serve without --no-learn-distributions, or give learn.teacher=live"
+            )
         if self.latest_update.broken >= learning.MAX_BROKEN_STEPS:
             reason = "training gave gradients that are not finite"
             self.lifecycle.record(Decision("refuse", reason))
@@ -179,6 +219,12 @@ class DraftTrack:
             pairs = pairs_of(live, live.of(candidate), texts, max_depth=depth_of(texts))
         self.live.ledger.gate.add_fresh(pairs.differences)
 
+    @property
+    def is_masked(self) -> bool:
+        """True where the latest update trained nothing, since no distribution is recorded."""
+        update = self.latest_update
+        return update is not None and update.tokens == 0 and update.masked > 0
+
     def gate(self) -> None:
         """Publishes the candidate, keeps it in training, or drops it."""
         with self.learner.averaged() as candidate:
@@ -189,16 +235,18 @@ class DraftTrack:
                 self.config.gate,
                 max_depth=self.depth,
                 evidence=self.live.ledger.gate,
-                floor=self.config.gate.floor if self.live.made_for else 0.0,
             )
+        if self.live.made_for:
+            decision = enough(decision, self.config.gate)
         if decision.decision == "accept":
             self._publish(decision)
             self.is_gate_due = False
             return
         self.is_gate_due = False
         self.lifecycle.record(decision)
-        if decision.decision == "refuse" or self._has_fallen_behind(decision.comparison):
+        if decision.decision == "refuse" or self._has_fallen_behind(decision):
             self.lifecycle.start_over()
+        self.lifecycle.spared = max(0, self.lifecycle.spared - 1)
 
     def _publish(self, decision: Decision) -> None:
         """Publishes the candidate, whose scores are then those of the live version."""
@@ -207,13 +255,20 @@ class DraftTrack:
         if self.live.version != left and decision.judged is not None:
             self.live.scorer.take_over(decision.judged)
 
-    def _has_fallen_behind(self, comparison: Comparison | None) -> bool:
-        """True for a candidate that is worse with evidence: the live draft is the better start."""
-        return (
-            comparison is not None
-            and comparison.gain < 0
-            and comparison.p_value <= self.config.gate.error
-        )
+    def _has_fallen_behind(self, decision: Decision) -> bool:
+        """True for a candidate that is worse with evidence: the live draft is the better start.
+        One that went on past a rollback has to be worse than the version that was left, too, for
+        some decisions."""
+        comparison, displaced = decision.comparison, self.live.watch.displaced
+        if comparison is None or not self._is_worse(comparison):
+            return False
+        if not self.lifecycle.spared or displaced is None or decision.judged is None:
+            return True
+        pairs = pairs_of(displaced.scorer, decision.judged, self.window, max_depth=self.depth)
+        return self._is_worse(compare(*pairs.alphas))
+
+    def _is_worse(self, comparison: Comparison) -> bool:
+        return comparison.gain < 0 and comparison.p_value <= self.config.gate.error
 
     def regate(self) -> None:
         """Publishes the live draft again for a new target, if texts show it good enough."""
@@ -259,6 +314,7 @@ class DraftTrack:
             "reservoir": len(self.learner.reservoir.texts),
             "loss": update.loss if update else None,
             "alpha_training": update.alpha if update else [],
+            "teacher": self.config.learn.teacher,
             "live": watched.to_dict() if watched else None,
             "drift": self.live.drift.to_dict(),
             "resting": self.live.drift.is_resting,

@@ -88,10 +88,23 @@ class Publisher:
         )
 
     def _publish(
-        self, drafter: TrainedDrafter, save: Callable[[Path], None], **manifest: Any
+        self,
+        drafter: TrainedDrafter,
+        save: Callable[[Path], None],
+        *,
+        parent: int | None,
+        data_range: Mapping[str, Any],
+        gate: Mapping[str, Any],
     ) -> int:
-        target = checkpoint.identity(self.target)
-        return versions.publish(self.root, save, family=drafter.family, target=target, **manifest)
+        return versions.publish(
+            self.root,
+            save,
+            family=drafter.family,
+            target=checkpoint.identity(self.target),
+            parent=parent,
+            data_range=data_range,
+            gate=gate,
+        )
 
     def _open_live(self) -> tuple[int, TrainedDrafter]:
         """Opens the current version, or the newest intact one below it if that one is damaged."""

@@ -6,54 +6,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from draftsmith import files
-from draftsmith.errors import UserError
+from draftsmith.distill.state import TOTALS
 
 STATUS = "status.json"
-
-
-@dataclass
-class LearnerCounters:
-    """Totals since the first start."""
-
-    records: int = 0
-    damaged_shards: int = 0
-    seeded: int = 0  # records of sampled requests with a seed of their own, which are left out
-    foreign: int = 0  # records of another target
-    earlier: int = 0  # records of weights that the target had before, whose tokens alone are kept
-    orphans: int = 0
-    texts: int = 0  # trained on
-    held_out: int = 0
-    updates: int = 0
-    # of rows in batches: a text that is trained on again counts again
-    positions_trained: int = 0
-    published: int = 0
-    held: int = 0
-    refused: int = 0
-    rolled_back: int = 0
-    drift_alarms: int = 0
-
-    def take_over(self, other: LearnerCounters) -> None:
-        for one in fields(self):
-            setattr(self, one.name, getattr(other, one.name))
-
-    def count(self, decision: str) -> None:
-        self.published += decision == "accept"
-        self.held += decision == "hold"
-        self.refused += decision == "refuse"
-
-
-TOTALS = frozenset(one.name for one in fields(LearnerCounters))
 
 
 class Status:
@@ -139,22 +103,3 @@ class StatusCollector(Collector):
                     )
                 gauges[name].add_metric(labels, float(value))
         yield from gauges.values()
-
-
-def serve_metrics(collector: Collector, host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Prometheus text on a thread of its own: its port, and what closes it. Port 0 finds one."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
-    except (OSError, OverflowError) as error:
-        raise UserError(
-            f"the status cannot be served at {host}:{port} ({error}); choose another --status-port"
-        ) from error
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return server.server_port, close

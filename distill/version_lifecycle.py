@@ -9,19 +9,24 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from draftsmith.config import to_dict
+from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.gate.drift import Alarm, Drift
-from draftsmith.distill.gate.gate import Decision
+from draftsmith.distill.gate.gate import Decision, notice
 from draftsmith.distill.gate.regression import LiveWatch, Watched
 from draftsmith.distill.gate.scoring import Scorer
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.publisher import Publisher
-from draftsmith.distill.state import LearnerContext, LearnerState
+from draftsmith.distill.state import LearnerContext, TrackState
 from draftsmith.drafters import versions
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.errors import UserError
 from draftsmith.version import __version__
 
+# Gate decisions for which a candidate that went on past a rollback may be worse than the live
+# version: replay and new texts take some updates to teach it what that one holds. After so many
+# without catching up it is taken for one that does not.
+SPARED_DECISIONS = 16
 HINT_EVERY = 8  # decisions without a promotion
 
 
@@ -34,8 +39,10 @@ class VersionLifecycle:
     def __init__(self, live: LiveVersion, learner: Learner, context: LearnerContext):
         self.live, self.learner, self.context = live, learner, context
         self.publisher, self.log = live.publisher, live.log
+        # Gate decisions left for which the candidate that went on past a rollback is spared.
+        self.spared = 0
 
-    def begin(self, state: LearnerState | None) -> None:
+    def begin(self, state: TrackState | None) -> None:
         """Goes on from a saved state, or begins at the live version."""
         if state is not None:
             self.live.ledger = state.ledger
@@ -45,6 +52,15 @@ class VersionLifecycle:
             self.live.renew()
             return
         self.live.notice_target()
+        if state is not None and state.displaced is not None:
+            self.spared = state.spared
+            self._displace_again(state.displaced)
+
+    def _displace_again(self, version: int) -> None:
+        """Reads a displaced version after a restart, where it is still whole."""
+        known, draft = self.publisher.open_first([version])
+        if known is not None and draft is not None:
+            self.live.watch.displace(known, self.live.scorer.of(draft))
 
     def follow(self) -> None:
         """Adopts a version that was chosen outside this process, by `current`."""
@@ -71,6 +87,7 @@ class VersionLifecycle:
         """Makes the candidate a copy of the live draft."""
         self.learner.restart(self.live.draft.state_dict())
         self.live.ledger.gate.new_candidate()
+        self.spared = 0
 
     def record(
         self, decision: Decision, *, version: int | None = None, live: int | None = None
@@ -104,6 +121,7 @@ class VersionLifecycle:
             self.start_over()
             return
         self.record(decision, version=version, live=live)
+        self.spared = 0
         self.live.renew()
         self.context.save()
         self.prune()
@@ -127,18 +145,24 @@ class VersionLifecycle:
             )
 
     def prune(self) -> None:
-        needed = self.publisher.parent_version, next(self.publisher.own_versions(), None)
+        needed = (
+            self.publisher.parent_version,
+            displaced.version if (displaced := self.live.watch.displaced) else None,
+            next(self.publisher.own_versions(), None),
+        )
         keep = self.context.config.retention.versions
         versions.prune(self.publisher.root, keep=keep, needed=needed)
 
     def check_live(self) -> bool:
         """Rolls the live version back if its traffic shows it worse than another one. True where
         it did; the state is then to be saved."""
-        watched = self.live.watch.look(self.live.ledger, str(self.live.version))
+        watched = self.live.look()
         return watched.version is not None and self._roll_back(watched, watched.version)
 
     def _roll_back(self, watched: Watched, version: int) -> bool:
-        left = self.live.version
+        left, scorer = self.live.version, self.live.scorer
+        # Traffic has changed, and what the candidate has learned may be needed again.
+        is_kept = watched.is_outdone and self._is_proven(left, version)
         if not self.publisher.roll_back(version):
             self.context.report(
                 f"version {left} is worse than {version} ({watched.reason}), which cannot be "
@@ -148,8 +172,24 @@ class VersionLifecycle:
             return False
         self.log.rolled_back(left, self.live.version, watched.to_dict())
         self.live.renew()
-        self.start_over()
+        if is_kept:
+            self.live.watch.displace(left, scorer)
+            self.spared = SPARED_DECISIONS
+        else:
+            self.start_over()
         return True
+
+    def _is_proven(self, left: int, version: int) -> bool:
+        """True where a gate has once accepted the version that is left for `version`, or `version`
+        was displaced by it. One that was chosen by hand may never have been good."""
+        displaced = self.live.watch.displaced
+        if displaced is not None and displaced.version == version:
+            return True
+        try:
+            manifest = versions.read_manifest(self.publisher.root, left)
+        except UserError:
+            return False
+        return manifest.get("gate", {}).get("decision") == "accept"
 
 
 class LiveVersion:
@@ -196,12 +236,17 @@ class LiveVersion:
         """Logs a version in quarantine once."""
         if self.made_for and not self.is_withheld:
             own, root = self.context.target.revision, self.publisher.root
-            entry = {"decision": "quarantine", "version": self.version, "target_revision": own}
-            if not any(entry.items() <= one.items() for one in versions.read_decisions(root)):
-                reason = f"made for target revision {self.made_for}, this is {own}"
-                versions.record_decision(root, {**entry, "reason": reason})
-                self.context.report(f"version {self.version} is in quarantine: {reason}")
+            notice(root, self.version, self.made_for, own, self.context.report)
             self.is_withheld = True
+
+    def look_for_drift(self, text: ServedText) -> None:
+        alarm = self.drift.observe(text, str(self.version))
+        if alarm is not None:
+            self.log.drifted(alarm)
+
+    def look(self) -> Watched:
+        """Comparison with what the version should be accepted with, and with earlier versions."""
+        return self.watch.look(self.ledger, str(self.version))
 
     def forget(self, answers: frozenset[str]) -> None:
         self.scorer.forget(answers)

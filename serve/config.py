@@ -73,6 +73,10 @@ SEED_HELP = (
     "makes the answers to requests without a seed repeat after a restart, for tests; default: a "
     "new one at each start"
 )
+RECORD_TAPS_HELP = (
+    "record the target's states that the draft reads too, in bfloat16, at so many first positions "
+    "of each recorded request, for learn.teacher=recorded; 0: none"
+)
 DEFAULT_K = 4
 
 
@@ -146,6 +150,7 @@ class EngineConfig(EngineOptions, SpeculationOptions):
         "draft as many tokens as pay, by measured round times and survival; k is then the most",
     )
     engine_name: str = option("", "name of the engine in records, for a buffer of several")
+    record_taps: int = option(0, RECORD_TAPS_HELP, limits=NOT_NEGATIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +179,7 @@ class LearningOptions:
         "record the distributions of target and draft too; without them a buffer holds tokens "
         "alone",
     )
+    record_taps: int = option(0, RECORD_TAPS_HELP, limits=NOT_NEGATIVE)
     redact: str | None = option(
         None,
         "module:function that gives (begin, end) of what to mask in a request's text before it is "
@@ -295,5 +301,6 @@ class ServeConfig(
             k=self.most_drafted(trained_k),
             adaptive=self.k == "auto",
             engine_name=name if self.engine_name is None else self.engine_name,
+            record_taps=self.record_taps,
             **shared,
         )

@@ -28,11 +28,14 @@ CLASHES = (
     ("heterogeneous_vocab", "learn", FIXED_IDS),
     ("seed", "versions", REPEATED),
     ("seed", "learn", REPEATED),
+    ("record_taps", "learn_distributions", "and states without distributions teach nothing"),
+    ("record_taps", "redact", "and states cannot be masked as tokens are"),
 )
 # Options that one of others must be given with.
 TRAINED = ("draft", "versions")
 NEEDS = {
     "tree": TRAINED,
+    "record_taps": ("learn",),
     "suffix_max_cached_requests": ("suffix",),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),

@@ -145,6 +145,16 @@ class MuonWithAdamW(Optimizer):
         self._show_groups()
 
 
+def part_of(optimizer: Optimizer, parameter: torch.nn.Parameter) -> Optimizer:
+    """Optimizer whose `state` holds that of the parameter."""
+    parts = optimizer.parts if isinstance(optimizer, MuonWithAdamW) else (optimizer,)
+    return next(
+        part
+        for part in parts
+        if any(one is parameter for group in part.param_groups for one in group["params"])
+    )
+
+
 class Clock:
     """Progress of a run bounded by steps and, optionally, by wall-clock time. `elapsed_s` survives
     a resume."""

@@ -48,6 +48,10 @@ MAX_FAILURES = 10
 FOLDER_FLUSH_S, STORE_FLUSH_S = 1.0, 20.0
 # How long a server that stops waits for a disk that hangs.
 CLOSE_S = 10.0
+# Most bytes of hidden states in the queue; beyond it records are stored without. A shard is begun
+# early at a fraction of it.
+MAX_TAP_BYTES = 512 << 20
+FLUSH_TAP_BYTES = 32 << 20
 # Makes of a record those that may be stored now: none, or more when it was waited for.
 Screen = Callable[[RoundRecord], list[RoundRecord]]
 
@@ -66,8 +70,9 @@ class BufferWriter(RecordSink):
 
     A killed server loses what was not yet flushed, at most `flush_s` of traffic. When the disk
     refuses or hangs, records wait in the queue and the newest beyond its bound are dropped;
-    `dropped` counts them. When readers are more than `backlog_bytes` behind, fewer requests are
-    recorded, so that the unread part stops growing.
+    `dropped` counts them, `untapped` those that lost their hidden states alone. When readers are
+    more than `backlog_bytes` behind, fewer requests are recorded, so that the unread part stops
+    growing.
 
     Args:
         screens: applied in order on the writer's thread; each maps a record to the records that
@@ -98,7 +103,9 @@ class BufferWriter(RecordSink):
         )
         self.screens, self.backlog_bytes = screens, backlog_bytes
         self.writer = uuid.uuid4().hex[:12]
-        self.written = self.dropped = 0
+        self.written = self.dropped = self.deleted = self.untapped = 0
+        # Of the queue: one is counted by the thread that puts, the other by the one that writes.
+        self._tap_bytes_put = self._tap_bytes_taken = 0
         self._number = 0
         self._most = self._share = share
         self._forgotten: frozenset[str] = frozenset()
@@ -117,23 +124,32 @@ class BufferWriter(RecordSink):
     def share(self) -> float:
         # A queue that fills is a disk that does not follow: room is left for the requests that are
         # recorded already.
-        return 0.0 if len(self._queue) > self.queue_records // 2 else self._share
+        is_full = len(self._queue) > self.queue_records // 2 or self._tap_bytes > MAX_TAP_BYTES // 2
+        return 0.0 if is_full else self._share
 
     @property
     def counts(self) -> SinkCounts:
-        return SinkCounts(self.written, self.dropped)
+        return SinkCounts(self.written, self.dropped, untapped=self.untapped)
 
     @property
     def num_queued(self) -> int:
         """Records that are not written yet."""
         return len(self._queue)
 
+    @property
+    def _tap_bytes(self) -> int:
+        return self._tap_bytes_put - self._tap_bytes_taken
+
     def put(self, record: RoundRecord) -> None:
         if len(self._queue) >= self.queue_records or self._closing:
             self.dropped += 1
             return
+        if self._tap_bytes + record.tap_bytes > MAX_TAP_BYTES:
+            record.taps = None
+            self.untapped += 1
+        self._tap_bytes_put += record.tap_bytes
         self._queue.append(record)
-        if len(self._queue) >= self.flush_records:
+        if len(self._queue) >= self.flush_records or self._tap_bytes >= FLUSH_TAP_BYTES:
             self._wake.set()
 
     def forget(self, answer: str) -> int:
@@ -186,7 +202,7 @@ class BufferWriter(RecordSink):
             if self._batch.table.num_rows and not self._write(self._batch.table):
                 return
             for _ in range(self._batch.taken):
-                self._queue.popleft()
+                self._tap_bytes_taken += self._queue.popleft().tap_bytes
             self.written += self._batch.table.num_rows
             self.dropped += self._batch.refused
             self._batch = None
@@ -230,7 +246,9 @@ class BufferWriter(RecordSink):
     def _bound(self) -> None:
         """Deletes old shards, since without a learner nothing else bounds the buffer."""
         try:
-            retain(self.folder, {}, max_bytes=self.max_bytes, max_age_s=float("inf"))
+            self.deleted += len(
+                retain(self.folder, {}, max_bytes=self.max_bytes, max_age_s=float("inf")).deleted
+            )
         except OSError as error:
             logger.warning("buffer %s cannot be cleaned (%s)", self.folder.url, error)
 
@@ -263,10 +281,14 @@ class BufferReading:
 
 class BufferReader:
     """Reader that returns each shard once. The caller saves the cursor together with the state that
-    the records led to, by one rename."""
+    the records led to, by one rename.
 
-    def __init__(self, url: str, cursor: Cursor | None = None, *, leaves_marks: bool = True):
-        self.folder, self.leaves_marks = ShardFolder(url), leaves_marks
+    Args:
+        with_taps: records come with the hidden states that they hold.
+    """
+
+    def __init__(self, url: str, cursor: Cursor | None = None, *, with_taps: bool = False):
+        self.folder, self.with_taps = ShardFolder(url), with_taps
         self.cursor: Cursor = dict(cursor or {})
         self.damaged = 0
         self.name = uuid.uuid4().hex[:12]
@@ -295,8 +317,7 @@ class BufferReader:
             records += found
             self.cursor[shard.writer] = max(shard.number, self.cursor.get(shard.writer, -1))
             done += 1
-        if self.leaves_marks:
-            self.mark()
+        self.mark()
         unseeded = [record for record in records if not record.seeded]
         kept = [record for record in unseeded if not is_forgotten(record.request, answers)]
         seeded = len(records) - len(unseeded)
@@ -338,7 +359,7 @@ class BufferReader:
             data = b""
         self._failures = 0
         try:
-            return parse(data)
+            return parse(data, with_taps=self.with_taps)
         except (OSError, ValueError) as error:
             logger.warning("shard %s is damaged and skipped (%s)", shard.path, first_line(error))
             self.damaged += 1

@@ -114,18 +114,24 @@ def is_unread(shard: Shard, cursor: Cursor) -> bool:
     return shard.number > cursor.get(shard.writer, -1)
 
 
-def parse(data: bytes) -> list[RoundRecord]:
+def parse(data: bytes, *, with_taps: bool = True) -> list[RoundRecord]:
     """Records of a shard. Raises `ValueError` or `OSError` when it is damaged."""
-    table = record_table.read(io.BytesIO(data))
+    table = record_table.read(io.BytesIO(data), with_taps=with_taps)
     try:
         return record_table.from_table(table)
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"a column is of another type ({error})") from error
 
 
-def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> list[Shard]:
+@dataclass(frozen=True)
+class Retained:
+    deleted: list[Shard]
+    unread: int  # how many of them no reader had learned from
+
+
+def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> Retained:
     """Deletes read shards that are too old, then the oldest until the size fits: read ones first,
-    unread ones only if it must. Returns the deleted ones."""
+    unread ones only if it must."""
     folder.sweep()
     present = folder.shards()
     now_ms = time.time() * 1000
@@ -154,7 +160,7 @@ def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: fl
             max_bytes,
             unread,
         )
-    return doomed
+    return Retained(doomed, unread)
 
 
 PROGRESS = re.compile(r"reader-[0-9a-z]+\.json")

@@ -36,6 +36,7 @@ from draftsmith.record import (
     Distributions,
     ProbArrays,
     RecordedRound,
+    RecordedTaps,
     RecordHead,
     RoundRecord,
     RoundRow,
@@ -46,9 +47,9 @@ from draftsmith.shared_ring import CODES, Ring, Room, Spec, room_of
 logger = logging.getLogger("draftsmith.buffer")
 WRITER = "draftsmith.distill.buffer.process_writer"
 # Places in the ring's counts: records that writers took from it; those of them that were written,
-# dropped, and lost with writers that were killed; and records that are in no writer's memory any
-# more.
-TAKEN, WRITTEN, DROPPED, LOST, SETTLED = range(5)
+# dropped, and lost with writers that were killed; those without their hidden states; and records
+# that are in no writer's memory any more.
+TAKEN, WRITTEN, DROPPED, LOST, UNTAPPED, SETTLED = range(6)
 # How long a server that stops waits for what is still to be written.
 CLOSE_S = 60.0
 NOTHING, ONE_HOT, REDUCED = "", "one-hot", "reduced"
@@ -97,7 +98,7 @@ class ProcessWriter:
     def __init__(self, job: WriterJob, *, capacity: int = CAPACITY):
         self.folder = ShardFolder(job.buffer)
         self.folder.make()
-        self.dropped = 0
+        self.dropped = self.untapped = 0
         # For the process, and for rounds of a full ring.
         prepare_arrays()
         self.child = Child(
@@ -121,10 +122,17 @@ class ProcessWriter:
             written=int(counts[WRITTEN]),
             dropped=self.dropped + int(counts[DROPPED]),
             lost=int(counts[LOST]),
+            untapped=self.untapped + int(counts[UNTAPPED]),
         )
 
     def put_round(self, round: RecordedRound) -> None:
-        if not send(self.ring, round):
+        if send(self.ring, round):
+            return
+        tapped = sum(row.taps is not None for row in round.rows)
+        bare = round._replace(rows=[row._replace(taps=None) for row in round.rows])
+        if tapped and send(self.ring, bare):
+            self.untapped += tapped
+        else:
             self.dropped += len(round.rows)
 
     def forget(self, answer: str) -> int:
@@ -189,6 +197,8 @@ def _send(
     ring: Ring, round: RecordedRound, p_kind: str, q_kind: str, parts: list[ArrayPart]
 ) -> bool:
     head = _head(round, (p_kind, q_kind))
+    taps = [part_of(row.taps.values) for row in round.rows if row.taps is not None]
+    parts = [*parts, *taps]
     rooms = [Room(BYTES, len(head), -1, len(head)), *[part.room for part in parts]]
     places = ring_arrays.place(ring, 0, len(round.rows), rooms)
     if places is None:
@@ -202,8 +212,11 @@ def _send(
 
 
 def _head(round: RecordedRound, kinds: tuple[str, str]) -> bytes:
-    """All of a message but its arrays."""
-    rows = [(row.head.encoded, *row[1:]) for row in round.rows]
+    """All of a message but its arrays: of states, their layers and their first position."""
+    rows = [
+        (row.head.encoded, *row[1:-2], None if row.taps is None else row.taps[:2], row.place)
+        for row in round.rows
+    ]
     return marshal.dumps((round.time_s, kinds, rows))
 
 
@@ -242,7 +255,12 @@ def parse(room: np.ndarray) -> RecordMessage:
     time_s, kinds, sent = marshal.loads(head)
     arrays = iter(parts)
     stored = [[next(arrays) for _ in range(NUM_ARRAYS[kind])] for kind in kinds]
-    rows = [RoundRow._make((_decoded(encoded), *fields)) for encoded, *fields in sent]
+    rows = [
+        RoundRow._make(
+            (_decoded(encoded), *fields, at and RecordedTaps._make((*at, next(arrays))), place)
+        )
+        for encoded, *fields, at, place in sent
+    ]
     records = [row.record(time_s) for row in rows]
     counts = [len(row.drafted) if row.place >= 0 else 0 for row in rows]
     p, q = (Received(kind, counts, own, records) for kind, own in zip(kinds, stored))

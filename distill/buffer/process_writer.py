@@ -26,6 +26,7 @@ from draftsmith.distill.buffer.process import (
     LOST,
     SETTLED,
     TAKEN,
+    UNTAPPED,
     WRITTEN,
     RecordMessage,
     WriterJob,
@@ -82,7 +83,7 @@ class RecordWriter:
         counts[LOST] += counts[TAKEN] - counts[SETTLED]
         counts[SETTLED] = counts[TAKEN]
         self.failed = 0
-        self.before = {name: int(counts[name]) for name in (WRITTEN, DROPPED)}
+        self.before = {name: int(counts[name]) for name in (WRITTEN, DROPPED, UNTAPPED)}
 
     def take(self) -> int:
         """`MOST` messages at most."""
@@ -116,6 +117,7 @@ class RecordWriter:
         counts[SETTLED] = counts[TAKEN] - buffer.num_queued - held
         counts[WRITTEN] = self.before[WRITTEN] + buffer.written
         counts[DROPPED] = self.before[DROPPED] + buffer.dropped + self.failed
+        counts[UNTAPPED] = self.before[UNTAPPED] + buffer.untapped
         self.ring.share = buffer.share
         self.ring.leave_status(b"{}")
 

@@ -4,6 +4,9 @@ version in every row.
 A logprob is stored as a *surprisal*, -logprob in steps of 1/1024 nat: half a step is an error of at
 most 0.05 % of the probability, so that no alpha between stored distributions is off by more than
 0.0005, and compressed columns take a third of the room.
+
+Hidden states, where a server records them, are the bytes of bfloat16 numbers, little-endian: n rows
+of `taps_width`, the layers `taps_layers` one after another in each, from position `taps_begin` on.
 """
 
 from __future__ import annotations
@@ -18,7 +21,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftsmith.record import SCHEMA_VERSION, Distribution, Distributions, ProbArrays, RoundRecord
+from draftsmith.record import (
+    SCHEMA_VERSION,
+    Distribution,
+    Distributions,
+    ProbArrays,
+    RecordedTaps,
+    RoundRecord,
+)
 
 STEPS = 1024  # of a surprisal a nat
 MOST = 2**16 - 1
@@ -40,6 +50,14 @@ _DISTRIBUTION_FIELDS = {
     "tail": pa.list_(pa.float32()),
     "drafted": pa.list_(pa.float32()),
 }
+# Null in records without states.
+_TAPS = {
+    "taps": pa.large_binary(),
+    "taps_begin": pa.int32(),
+    "taps_width": pa.int32(),
+    "taps_layers": pa.list_(pa.int32()),
+}
+_BITS = np.dtype("<u2")  # of a bfloat16
 SCHEMA = pa.schema(
     [
         *_SCALARS.items(),
@@ -49,6 +67,7 @@ SCHEMA = pa.schema(
             for part, kind in _DISTRIBUTION_FIELDS.items()
         ],
         ("p_log_norm", pa.list_(pa.float32())),
+        *_TAPS.items(),
     ],
     metadata={"draftsmith.round_record": str(SCHEMA_VERSION)},
 )
@@ -77,9 +96,14 @@ def write(table: pa.Table, where: io.BytesIO | str) -> None:
     )
 
 
-def read(where: io.BytesIO, columns: list[str] | None = None) -> pa.Table:
-    """Reads a Parquet file. Raises `ValueError` or `OSError` on damage."""
+def read(
+    where: io.BytesIO, columns: list[str] | None = None, *, with_taps: bool = True
+) -> pa.Table:
+    """Reads a Parquet file. Raises `ValueError` or `OSError` on damage. Without `with_taps` hidden
+    states, most of a record's bytes, are left unread."""
     try:
+        if columns is None and not with_taps:
+            columns = [name for name in pq.read_schema(where).names if name not in _TAPS]
         return pq.read_table(where, columns=columns, page_checksum_verification=True)
     except pa.ArrowException as error:
         # Flipped bits in what no checksum covers make others of it too.
@@ -95,6 +119,7 @@ def to_table(records: Sequence[RoundRecord]) -> pa.Table:
     arrays |= _prob_arrays("p", [record.p for record in records]) | _prob_arrays(
         "q", [record.q for record in records]
     )
+    arrays |= _tap_arrays([record.taps for record in records])
     return pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
@@ -122,6 +147,29 @@ def _prob_arrays(distribution: str, rows: Sequence[Sequence[Distribution]]) -> d
     }
 
 
+def _tap_arrays(taps: Sequence[RecordedTaps | None]) -> dict[str, pa.Array]:
+    columns = {
+        "taps": [one and np.ascontiguousarray(one.values, dtype=_BITS).tobytes() for one in taps],
+        "taps_begin": [one and one.begin for one in taps],
+        "taps_width": [one and one.values.shape[1] for one in taps],
+        "taps_layers": [one and list(one.layers) for one in taps],
+    }
+    return {name: pa.array(values, _TAPS[name]) for name, values in columns.items()}
+
+
+def _taps(table: pa.Table) -> list[RecordedTaps | None]:
+    """Hidden states of all rows; None where they were not read."""
+    if "taps" not in table.column_names:
+        return [None] * table.num_rows
+    columns = (table[name].to_pylist() for name in _TAPS)
+    return [
+        None
+        if values is None
+        else RecordedTaps(tuple(layers), begin, np.frombuffer(values, _BITS).reshape(-1, width))
+        for values, begin, width, layers in zip(*columns, strict=True)
+    ]
+
+
 def _joined(parts: Sequence[np.ndarray], kind: type[np.generic]) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype=kind), *parts]).astype(kind, copy=False)
 
@@ -133,7 +181,10 @@ def _bounds(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 def from_table(table: pa.Table) -> list[RoundRecord]:
     """Records of a table. Raises `ValueError` on another schema."""
-    if missing := [name for name in SCHEMA.names if name not in table.column_names]:
+    missing = [
+        name for name in SCHEMA.names if name not in table.column_names and name not in _TAPS
+    ]
+    if missing:
         raise ValueError(f"lacks column {missing[0]!r}")
     if others := set(table["schema"].to_pylist()) - {SCHEMA_VERSION}:
         raise ValueError(f"holds records of schema {max(others)}, this is {SCHEMA_VERSION}")
@@ -141,6 +192,7 @@ def from_table(table: pa.Table) -> list[RoundRecord]:
     columns |= {
         distribution: _distributions(table, distribution) for distribution in _DISTRIBUTIONS
     }
+    columns["taps"] = _taps(table)
     rows = [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
@@ -183,9 +235,14 @@ def _offsets(lists: pa.ListArray) -> np.ndarray:
 
 
 def without_distributions(record: RoundRecord) -> RoundRecord:
-    """Copy for the reservoir: training recomputes the target's distributions, and only the gate
-    needs the logged ones."""
-    return dataclasses.replace(record, p=[], q=[])
+    """Copy for the reservoir: training recomputes the target's distributions and states, and only
+    the gate needs the logged ones."""
+    return dataclasses.replace(record, p=[], q=[], taps=None)
+
+
+def without_q(record: RoundRecord) -> RoundRecord:
+    """Copy for the reservoir where training reads what is logged of the target."""
+    return dataclasses.replace(record, p=Distributions.of(record.p).copied(), q=[])
 
 
 def of_earlier_weights(record: RoundRecord, *, weight_version: str) -> RoundRecord:
@@ -211,7 +268,7 @@ def is_of_weights(record: RoundRecord, *, revision: str, weight_version: str) ->
 
 
 def tokens_only(record: RoundRecord) -> RoundRecord:
-    """Copy without values in its distributions. Its positions may be scored all
+    """Copy without values in its distributions, and without states. Its positions may be scored all
     the same, with this target's own distributions."""
     nothing = np.zeros((len(record.p), 0))
     unlogged = ProbArrays(
@@ -221,4 +278,4 @@ def tokens_only(record: RoundRecord) -> RoundRecord:
         np.zeros(len(nothing), dtype=np.float32),
     )
     p = Distributions(unlogged, 0, len(nothing))
-    return dataclasses.replace(record, p=p, q=[])
+    return dataclasses.replace(record, p=p, q=[], taps=None)

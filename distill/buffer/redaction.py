@@ -126,6 +126,7 @@ class Redactor:
             emitted=committed[-1] if committed else -1,
             p=[],
             q=[],
+            taps=None,
         )
 
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
+import torch
 
-from draftsmith.distill.buffer.folder import is_forgotten
-from draftsmith.distill.buffer.record_table import tokens_only, without_distributions
+from draftsmith.distill.buffer.folder import ShardFolder, is_forgotten, parse
+from draftsmith.distill.buffer.record_table import tokens_only, without_distributions, without_q
+from draftsmith.errors import UserError
 from draftsmith.prompts.shares import uniform
-from draftsmith.record import RoundRecord, sampler_of
+from draftsmith.record import RecordedTaps, RoundRecord, sampler_of
 from draftsmith.train.data.roles import Branch, Role, branch_of, roles_of
 
 # A request that ends has a last record, unless its server was killed. Servers write every second,
@@ -32,6 +35,10 @@ class ServedText:
     @property
     def request(self) -> str:
         return self.records[0].request
+
+    @cached_property
+    def tap_bytes(self) -> int:
+        return sum(record.tap_bytes for record in self.records)
 
     @property
     def is_scorable(self) -> bool:
@@ -55,9 +62,10 @@ class ServedText:
         logged distributions."""
         return replace(self, records=[tokens_only(record) for record in self.records])
 
-    def slim(self) -> ServedText:
-        """Copy without the logged distributions, which training does not read."""
-        return replace(self, records=[without_distributions(record) for record in self.records])
+    def slim(self, *, keeps_p: bool = False) -> ServedText:
+        """Copy without the logged distributions that training does not read."""
+        stripped = without_q if keeps_p else without_distributions
+        return replace(self, records=[stripped(record) for record in self.records])
 
 
 def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
@@ -79,11 +87,16 @@ def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
 
 def branches(text: ServedText) -> list[Branch]:
     """Later-rejected positions, one branch per round that has any."""
-    found = (
-        branch_of(text.tokens[: record.position], record.drafted, record.accepted)
+    return [branch for _, branch in branched(text)]
+
+
+def branched(text: ServedText) -> list[tuple[RoundRecord, Branch]]:
+    """Rounds with later-rejected positions, each with its branch."""
+    found = [
+        (record, branch_of(text.tokens[: record.position], record.drafted, record.accepted))
         for record in text.records
-    )
-    return [branch for branch in found if branch is not None]
+    ]
+    return [(record, branch) for record, branch in found if branch is not None]
 
 
 def is_held_out(text: ServedText, share: float, by: str = "prompt") -> bool:
@@ -127,6 +140,15 @@ def without(texts: Sequence[ServedText], answers: frozenset[str]) -> list[Served
     return [text for text in texts if not is_forgotten(text.request, answers)]
 
 
+def newest_within(texts: Sequence[ServedText], tap_bytes: float) -> list[ServedText]:
+    """The newest texts, as many as hold at most `tap_bytes` of hidden states."""
+    kept, held = len(texts), 0
+    while kept > 0 and held + texts[kept - 1].tap_bytes <= tap_bytes:
+        kept -= 1
+        held += texts[kept].tap_bytes
+    return list(texts[kept:])
+
+
 class OpenRequests:
     """Requests whose records are still coming. A request is over with its last record, or after
     `idle_s` of silence."""
@@ -168,3 +190,89 @@ class OpenRequests:
 
     def all_records(self) -> list[RoundRecord]:
         return [record for records in self.records.values() for record in records]
+
+
+# Newest shards that are looked into for records of a request's beginning.
+MOST_SHARDS = 8
+
+
+def known_taps(records: Sequence[RoundRecord], layers: Sequence[int]) -> torch.Tensor | None:
+    """[m, len(layers) * H] bfloat16 states of a text's first m positions, up to the first one that
+    no record holds; None where the first position is none of them."""
+    parts: list[np.ndarray] = []
+    end = 0
+    for one in records:
+        if one.taps is None:
+            continue
+        if one.taps.begin != end or not holds(one.taps, layers):
+            break
+        parts.append(chosen(one.taps, layers))
+        end += len(parts[-1])
+    if not parts:
+        return None
+    return torch.from_numpy(np.concatenate(parts).view(np.int16)).view(torch.bfloat16)
+
+
+def num_readable(states: torch.Tensor | None) -> int:
+    """Number of a text's tokens that a draft may be unrolled over when it has `states` of the first
+    positions: the newest token has none, as in serving."""
+    return 1 if states is None else len(states) + 1
+
+
+def holds(taps: RecordedTaps, layers: Sequence[int]) -> bool:
+    return set(layers) <= set(taps.layers)
+
+
+def chosen(taps: RecordedTaps, layers: Sequence[int]) -> np.ndarray:
+    """[n, len(layers) * H] uint16, in the order of `layers`."""
+    by_layer = taps.values.reshape(len(taps.values), len(taps.layers), -1)
+    order = [taps.layers.index(layer) for layer in layers]
+    return by_layer[:, order].reshape(len(taps.values), -1)
+
+
+def padded_taps(
+    known: Sequence[torch.Tensor | None], length: int, width: int, device: torch.device
+) -> torch.Tensor:
+    """[B, length, width] float32 of rows [m, width]; 0 where nothing is known."""
+    return torch.stack([filled_taps(states, length, width) for states in known]).to(device)
+
+
+def filled_taps(states: torch.Tensor | None, length: int, width: int) -> torch.Tensor:
+    """[length, width] float32 of `states` [m, width]; 0 where nothing is known."""
+    taps = torch.zeros(length, width)
+    if states is not None:
+        count = min(len(states), length)
+        taps[:count] = states[:count].float()
+    return taps
+
+
+def check_recorded(folder: ShardFolder, layers: Sequence[int]) -> None:
+    """Refuses a buffer whose newest records hold no states of `layers`. One without records of a
+    request's beginning is not judged."""
+    found: set[tuple[int, ...]] = set()
+    for shard in reversed(folder.shards()[-MOST_SHARDS:]):
+        try:
+            records = parse(folder.fetch(shard))
+        except (OSError, ValueError):
+            continue  # its reader reports it
+        first = [one for one in records if one.round == 0 and one.drafted]
+        if any(one.taps is not None and holds(one.taps, layers) for one in first):
+            return
+        found |= {() if one.taps is None else one.taps.layers for one in first}
+        if found:
+            break
+    if found:
+        raise UserError(
+            f"the newest records in buffer {folder.url!r} hold {states_of(found)}, and the draft "
+            f"reads layers {numbers(layers)}; serve with --record-taps 1024, or give "
+            "learn.teacher=live"
+        )
+
+
+def states_of(found: set[tuple[int, ...]]) -> str:
+    layers = max(found)
+    return f"hidden states of layers {numbers(layers)}" if layers else "no hidden states"
+
+
+def numbers(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers))

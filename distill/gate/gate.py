@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from draftsmith.distill.buffer.traffic import ServedText, samplers_of
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.scoring import Scored, Scorer, score_together
 from draftsmith.distill.gate.sequential import Evidence
+from draftsmith.drafters import versions
 
 
 class Comparison(NamedTuple):
@@ -143,10 +145,9 @@ def decide(
     *,
     max_depth: int,
     evidence: Evidence,
-    floor: float = 0.0,
 ) -> Decision:
-    """Decides on a candidate, whose alpha must reach `floor`. `evidence` is of all looks since the
-    last promotion; this look is added to it."""
+    """Decides on a candidate. `evidence` is of all looks since the last promotion; this look is
+    added to it."""
     if not all(bool(torch.isfinite(parameter).all()) for parameter in candidate.parameters()):
         return Decision("refuse", "the candidate has weights that are not finite")
     if len(texts) < config.requests:
@@ -165,16 +166,14 @@ def decide(
     num_fresh = len(evidence.fresh)
     value = evidence.look(pairs.differences, config.error)
     return dataclasses.replace(
-        weigh(compare(*pairs.alphas), value, config, floor=floor),
+        weigh(compare(*pairs.alphas), value, config),
         samplers=samplers_of(pairs.texts),
         judged=judge,
         num_fresh=num_fresh,
     )
 
 
-def weigh(
-    comparison: Comparison, evidence: float, config: GateConfig, *, floor: float = 0.0
-) -> Decision:
+def weigh(comparison: Comparison, evidence: float, config: GateConfig) -> Decision:
     decision = Decision("hold", "", comparison, evidence, config.error)
     if comparison.requests < config.requests:
         return dataclasses.replace(
@@ -186,11 +185,18 @@ def weigh(
         return dataclasses.replace(decision, reason=f"a gain below {config.gain}")
     if evidence * config.error < 1:
         return dataclasses.replace(decision, reason="a gain without enough evidence")
-    if comparison.second < floor:
-        # Being better than a draft in quarantine does not make it good.
-        reason = f"quarantine: a gain with evidence, but alpha does not reach {floor}"
-        return dataclasses.replace(decision, reason=reason)
     return dataclasses.replace(decision, decision="accept", reason="a gain with evidence")
+
+
+def notice(
+    root: str | Path, version: int, made_for: str, own: str, report: Callable[[str], None]
+) -> None:
+    """Logs and reports a version in quarantine once: its target's revision is not `own`."""
+    entry = {"decision": "quarantine", "version": version, "target_revision": own}
+    if not any(entry.items() <= one.items() for one in versions.read_decisions(root)):
+        reason = f"made for target revision {made_for}, this is {own}"
+        versions.record_decision(root, {**entry, "reason": reason})
+        report(f"version {version} is in quarantine: {reason}")
 
 
 def regate(
@@ -217,3 +223,16 @@ def alphas_of(live: Scorer, texts: Sequence[ServedText], *, max_depth: int) -> l
     """alpha at the positions of each text that has some and agrees with the target."""
     scored = live.score(texts, max_depth=max_depth)
     return [one.alpha for one in scored if one.is_consistent and len(one.alpha)]
+
+
+def enough(decision: Decision, config: GateConfig) -> Decision:
+    """Holds an accepted candidate that does not reach the floor: being better than a draft in
+    quarantine does not make it good."""
+    comparison = decision.comparison
+    if decision.decision != "accept" or comparison is None or comparison.second >= config.floor:
+        return decision
+    return replace(
+        decision,
+        decision="hold",
+        reason=f"quarantine: {decision.reason}, but alpha does not reach {config.floor}",
+    )

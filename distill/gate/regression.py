@@ -4,7 +4,8 @@ it was trained on, held out or not.
 Live acceptance alone does not show it: it falls as well when the traffic gets harder. Two
 comparisons do, each paired by request: what the version was accepted with against what it should
 have been (served wrongly), and other versions on the same records: its parent (a gain that did
-not last), and the static draft, which is the floor however many versions came since.
+not last), the static draft, which is the floor however many versions came since, and the version
+that the latest rollback left, which is better again once its traffic is back.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ class Earlier(NamedTuple):
     version: int
     scorer: Scorer
     least: float  # gain in alpha that calls for going back to it
+    is_displaced: bool = False  # left by a rollback to the live version, and no ancestor of it
 
 
 @dataclass(frozen=True)
 class Watched:
     reason: str  # "" when all is well
     version: int | None  # to return to, where there is a reason and such a version
+    is_outdone: bool  # that version scores more, and the live one is served as it scores
     acceptance: float  # share of the offered tokens that the live version really had accepted
     served: Comparison  # real acceptance -> alpha it should have had
     earlier: dict[int, Comparison]  # live -> that version
@@ -71,6 +74,7 @@ class LiveWatch:
     def begin(self, live: Scorer) -> None:
         """Starts again with the live version."""
         self.live = live
+        self.displaced: Earlier | None = None
         self.earlier: list[Earlier] | None = None
         self.texts: list[ServedText] = []
         self.num_new = 0  # since the last look
@@ -83,12 +87,14 @@ class LiveWatch:
 
     def forget(self, answers: frozenset[str]) -> None:
         self.texts = without(self.texts, answers)
-        for one in self.earlier or ():
+        displaced = [self.displaced] if self.displaced is not None else []
+        for one in [*displaced, *(self.earlier or ())]:
             one.scorer.forget(answers)
 
     def _earlier(self) -> list[Earlier]:
         """Other versions, the parent first. The parent has to be better by `drop`, since learning
-        goes on; the floor by the least gain worth a swap."""
+        goes on; the floor and a displaced version, as a candidate, by the least gain worth a
+        swap."""
         publisher = self.publisher
         floor_version, floor = publisher.open_floor()
         found = []
@@ -97,7 +103,15 @@ class LiveWatch:
             found.append(Earlier(publisher.parent_version, self.live.of(publisher.parent), least))
         if floor_version is not None and floor is not None:
             found.append(Earlier(floor_version, self.live.of(floor), self.config.gain))
+        known = [one.version for one in found]
+        if self.displaced is not None and self.displaced.version not in known:
+            found.append(self.displaced)
         return found
+
+    def displace(self, version: int, scorer: Scorer) -> None:
+        """Compares a version, left by a rollback to the live one, with it from now on."""
+        self.displaced = Earlier(version, scorer, self.config.gain, is_displaced=True)
+        self.earlier = None
 
     @property
     def is_due(self) -> bool:
@@ -151,18 +165,18 @@ def watch(
     kept, should = _served_and_predicted(texts, scored, version)
     served = compare(kept, should)
     evidence.served.look(differences_of(texts, kept, should))
-    reason, back = _loss(served, found, earlier, config, evidence)
-    return Watched(reason, back, served.first, served, found, evidence)
+    reason, back, is_outdone = _loss(served, found, earlier, config, evidence)
+    return Watched(reason, back, is_outdone, served.first, served, found, evidence)
 
 
 def _served_and_predicted(
     texts: Sequence[ServedText], scored: Sequence[Scored], version: str
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Per text that `version` drafted: drafted tokens kept, and alpha; nothing of the
-    others."""
+    """Per text that `version` drafted: drafted tokens kept, and the least alpha that its
+    distributions predict; nothing of the others."""
     ends = [None if is_predicted(text, version) else 0 for text in texts]
     kept = [one.kept[:end] for one, end in zip(scored, ends, strict=True)]
-    should = [one.alpha[:end] for one, end in zip(scored, ends, strict=True)]
+    should = [one.least[:end] for one, end in zip(scored, ends, strict=True)]
     return kept, should
 
 
@@ -172,9 +186,9 @@ def _loss(
     earlier: Sequence[Earlier],
     config: GateConfig,
     evidence: Ledger,
-) -> tuple[str, int | None]:
-    """Reason to leave the live version and the version to return to; "" and None without evidence
-    of a loss."""
+) -> tuple[str, int | None, bool]:
+    """Reason to leave the live version, the version to return to, and whether that one scores
+    more; "" and None without evidence of a loss."""
     # The questions share the error.
     error = config.error / (1 + len(earlier))
     better = [
@@ -188,13 +202,14 @@ def _loss(
             f"served alpha is {served.gain:.3f} below what the same draft scores on the same "
             "records"
         )
-        return reason, earlier[0].version if earlier else None
+        ancestors = [one.version for one in earlier if not one.is_displaced]
+        return reason, ancestors[0] if ancestors else None, False
     if better:
         back = max(better, key=lambda one: found[one].gain)
         gain = found[back].gain
         reason = f"the alpha of version {back} is {gain:.3f} higher on the newest records"
-        return reason, back
-    return "", None
+        return reason, back, True
+    return "", None, False
 
 
 def is_predicted(text: ServedText, version: str) -> bool:

@@ -7,11 +7,14 @@ anyway. q is what the engine of the record draws from, by its `sampler`: one-hot
 the draft's likeliest token, of which alpha is p of that token. The 64 tokens of p that a record
 holds would prove only a lower bound, far too low for a target whose distributions are flat; they
 show whether this target served the text.
+
+With an outline of the target alone (learn.teacher=recorded) alpha is the middle of these bounds, at
+positions where p is logged and the states that the draft reads are recorded. Nothing shows whether
+this target served the text but its revision.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +24,27 @@ import numpy as np
 import torch
 
 from draftsmith.distill.buffer.folder import is_forgotten
-from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.drafters.interface import UnrollBatch, UnrolledStep, head_of
+from draftsmith.distill.buffer.traffic import ServedText, known_taps, num_readable, padded_taps
+from draftsmith.distill.gate.logged import (
+    DraftedPositions,
+    Position,
+    SampledTop,
+    disagreement,
+    draft_rows,
+    logged_alpha,
+    logged_arrays,
+    positions_of,
+    sampled_top,
+    sampling_rows,
+)
+from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import probabilities, shared_mass
-from draftsmith.kernels.products.float32_products import faster_linears, multiply
+from draftsmith.kernels.products.float32_products import faster_linears
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
-from draftsmith.record import Distributions, ProbArrays, RoundRecord, sampler_of
 from draftsmith.train.data.batches import mask_of, padded
+from draftsmith.train.objective.outline import TargetOutline
 from draftsmith.train.objective.teacher import StateReader
 from draftsmith.train.objective.unrolled_loss import Unrollable
 
@@ -50,11 +65,20 @@ class Scored(NamedTuple):
     alpha: np.ndarray
     kept: np.ndarray  # [n] whether the token that was really offered there was accepted
     is_consistent: bool  # the logged p agrees with this target
+    least: np.ndarray  # [n] alpha that is certain: below it where only bounds are known
     is_finite: bool = True  # all distributions of the draft
 
 
 # Of a text without a position.
-NOT_SCORED = Scored(np.zeros(0), np.zeros(0), True)
+NOT_SCORED = Scored(np.zeros(0), np.zeros(0), True, np.zeros(0))
+
+
+class Rows(NamedTuple):
+    """Tensors [n] on the CPU."""
+
+    alpha: torch.Tensor  # NaN where the draft's distribution is not finite
+    disagreement: torch.Tensor
+    least: torch.Tensor
 
 
 class Scorer:
@@ -156,9 +180,10 @@ def score_drafters(
     with faster_linears(target.device):
         for begin in range(0, len(texts), batch):
             part = texts[begin : begin + batch]
-            for alike in by_taps.values():
+            for taps, alike in by_taps.items():
+                read = TargetSide.of(target, reader, taps, part, max_length)
                 chosen = [drafters[index] for index in alike]
-                found = _score_batch(chosen, target, reader, part, max_depth, max_length)
+                found = _score_batch(chosen, part, read, max_depth, max_length)
                 for index, of_texts in zip(alike, found, strict=True):
                     scored[index] += of_texts
     return scored
@@ -166,62 +191,48 @@ def score_drafters(
 
 def _score_batch(
     drafters: Sequence[Unrollable],
-    target: Target,
-    reader: StateReader,
     texts: Sequence[ServedText],
+    read: TargetSide,
     max_depth: int,
     max_length: int,
 ) -> list[list[Scored]]:
-    """Scores by drafter; all read the same states."""
+    is_outline = read.hidden is None
     positions = [
         position
         for row, text in enumerate(texts)
         for position in positions_of(text, row, max_depth=max_depth, max_length=max_length)
+        if not is_outline or position.logged.is_known
     ]
     if not positions:
         return [[NOT_SCORED for _ in texts] for _ in drafters]
-    rows = [torch.tensor(text.tokens[:max_length], device=target.device) for text in texts]
-    ids, mask = padded(rows), mask_of(rows)
-    taps, hidden = reader.states(ids, mask, drafters[0].taps)
-    unrolled = UnrollBatch(
-        input_ids=ids,
-        attention_mask=mask,
-        taps=taps,
-        num_steps=max_depth,
-        first=min(one.absolute for one in positions),
-    )
+    unrolled = read.unrolled(positions, max_depth)
     drafted = [DraftedPositions.of(one, unrolled, positions) for one in drafters]
-    alphas: list[list[torch.Tensor]] = [[] for _ in drafters]
-    distances = []
+    parts: list[list[Rows]] = [[] for _ in drafters]
     for begin in range(0, len(positions), CHUNK):
-        part = positions[begin : begin + CHUNK]
-        before = [position.absolute - 1 for position in part]
-        logits = target.head(hidden[[position.row for position in part], before])
-        distances.append(disagreement(logged_arrays(part), logits))
-        p = probabilities(process(logits, sampling_rows(part, ids.device)))
-        draws = draft_rows(part, ids.device)
-        for one, found in zip(drafted, alphas, strict=True):
-            drafts = one.logits(slice(begin, begin + CHUNK))
-            drafts = scatter_to_target_vocab(drafts, one.drafter.vocab_map, target.vocab_size)
-            found.append(_alpha(p, drafts, draws))
-    distance = torch.cat(distances).numpy()
+        part = slice(begin, begin + CHUNK)
+        rows = read.rows(positions[part])
+        for one, found in zip(drafted, parts, strict=True):
+            found.append(_alphas(one, part, rows, read.target.vocab_size))
     return [
         _by_text(
             len(texts),
             positions,
             one.is_drafted.cpu().numpy(),
-            torch.cat(found).numpy().astype(np.float64),
-            distance,
+            Rows(*(torch.cat(values) for values in zip(*found, strict=True))),
         )
-        for one, found in zip(drafted, alphas, strict=True)
+        for one, found in zip(drafted, parts, strict=True)
     ]
 
 
-def _alpha(p: torch.Tensor, drafts: torch.Tensor, draws: SamplingRows) -> torch.Tensor:
-    """[n] on the CPU, of probabilities p [n, V] and a draft's logits [n, V]; NaN where the draft's
-    distribution is not finite."""
-    q = probabilities(process(drafts, draws))
-    return torch.where(has_mass(drafts), shared_mass(p, q), math.nan).cpu()
+def _alphas(drafted: DraftedPositions, part: slice, rows: TargetRows, vocab_size: int) -> Rows:
+    logits = scatter_to_target_vocab(drafted.logits(part), drafted.drafter.vocab_map, vocab_size)
+    q = probabilities(process(logits, rows.draft_sampling))
+    is_finite = has_mass(logits)
+    if isinstance(rows.p, SampledTop):
+        bounds = torch.where(is_finite.cpu()[:, None], logged_alpha(rows.p, q), math.nan)
+        return Rows(bounds.mean(-1), rows.disagreement, bounds[:, 0])
+    alpha = torch.where(is_finite, shared_mass(rows.p, q), math.nan).cpu()
+    return Rows(alpha, rows.disagreement, alpha)
 
 
 def has_mass(logits: torch.Tensor) -> torch.Tensor:
@@ -233,148 +244,93 @@ def has_mass(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _by_text(
-    num_texts: int,
-    positions: Sequence[Position],
-    is_drafted: np.ndarray,
-    alpha: np.ndarray,
-    distance: np.ndarray,
+    num_texts: int, positions: Sequence[Position], is_drafted: np.ndarray, found: Rows
 ) -> list[Scored]:
+    alpha, distance, least = (values.numpy() for values in found)
     row = np.array([position.row for position in positions])
     scored = []
     for text in range(num_texts):
         mine = np.flatnonzero((row == text) & is_drafted)
-        chosen = [positions[index] for index in mine]
+        records = [positions[index].logged for index in mine]
+        of_text = alpha[mine].astype(np.float64)
         scored.append(
             Scored(
-                np.nan_to_num(alpha[mine]),
-                np.array([one.depth < one.record.accepted for one in chosen], dtype=np.float64),
+                np.nan_to_num(of_text),
+                np.array([one.depth < one.record.accepted for one in records], dtype=np.float64),
                 len(mine) == 0 or float(distance[mine].mean()) <= MAX_DISAGREEMENT,
-                not np.isnan(alpha[mine]).any(),
+                np.nan_to_num(least[mine].astype(np.float64)),
+                not np.isnan(of_text).any(),
             )
         )
     return scored
 
 
-class Position(NamedTuple):
-    """One drafted position of a record, whose text is a row of a batch."""
+class TargetRows(NamedTuple):
+    """Values that n positions of a batch are scored with."""
 
-    row: int
-    record: RoundRecord
-    depth: int
-
-    @property
-    def absolute(self) -> int:
-        return self.record.position + self.depth
-
-
-def sampling_rows(positions: Sequence[Position], device: torch.device) -> SamplingRows:
-    """Sampling of the requests."""
-    return _rows_of([_sampling(one.record) for one in positions], device)
-
-
-def draft_rows(positions: Sequence[Position], device: torch.device) -> SamplingRows:
-    """Sampling that the engine of each position draws its drafts with: alpha of a draft is that of
-    its logits under it."""
-    return _rows_of([_drawing(one.record) for one in positions], device)
-
-
-Sampling = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
-
-
-def _sampling(record: RoundRecord) -> Sampling:
-    return record.temperature, record.top_k, record.top_p, record.min_p
-
-
-def _drawing(record: RoundRecord) -> Sampling:
-    sampler = sampler_of(record)
-    if sampler == "unfiltered":
-        return record.temperature, 0, 1.0, 0.0
-    temperature = 0.0 if sampler == "greedy" else record.temperature
-    return temperature, *_sampling(record)[1:]
-
-
-def _rows_of(settings: Sequence[Sampling], device: torch.device) -> SamplingRows:
-    temperature, top_k, top_p, min_p = (list(column) for column in zip(*settings, strict=True))
-    return SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p, device=device)
-
-
-def logged_arrays(logged: Sequence[Position]) -> ProbArrays:
-    """Logged p of the positions, as wide as the widest."""
-    parts = []
-    # Neighbours of one record are taken at once.
-    for _, some in itertools.groupby(logged, key=lambda one: id(one.record)):
-        group = list(some)
-        arrays = Distributions.of(group[0].record.p).arrays
-        parts.append(arrays.chosen([one.depth for one in group]))
-    return ProbArrays.joined(parts)
-
-
-def disagreement(known: ProbArrays, target_logits: torch.Tensor) -> torch.Tensor:
-    """Total variation [n], on the logged tokens, between the logged p and the distribution of raw
-    `target_logits` [n, V]; 0 for a record without logged distributions."""
-    if known.ids.shape[1] == 0:
-        return torch.zeros(len(known.ids))
-    ids, logprobs = (
-        torch.from_numpy(values).to(target_logits.device) for values in (known.ids, known.logprobs)
-    )
-    ids = ids.long()
-    if int(ids.max()) >= target_logits.shape[-1]:
-        return torch.ones(len(ids))
-    ours = target_logits.float().log_softmax(-1).gather(-1, ids).exp()
-    difference = torch.where(logprobs == -torch.inf, 0.0, (ours - logprobs.exp()).abs())
-    return difference.sum(-1).cpu() / 2
-
-
-def positions_of(text: ServedText, row: int, *, max_depth: int, max_length: int) -> list[Position]:
-    """Accepted positions and the first rejected one of each round, whose context became text."""
-    found = []
-    for record in text.records:
-        # The end of an answer may trim accepted tokens off.
-        behind = min(record.accepted, len(record.committed)) + 1
-        known = min(len(record.p), behind, max_depth, max_length - record.position)
-        found += [Position(row, record, depth) for depth in range(known)]
-    return found
+    draft_sampling: SamplingRows
+    # [n, V] probabilities as sampled; with an outline alone what is logged of them
+    p: torch.Tensor | SampledTop
+    disagreement: torch.Tensor  # [n] on the CPU
 
 
 @dataclass(frozen=True)
-class DraftedPositions:
-    """A draft's states at n positions."""
+class TargetSide:
+    """Target's share in the scores of a batch of texts, the same for every draft."""
 
-    drafter: Unrollable
-    steps: Sequence[UnrolledStep]
-    hidden: torch.Tensor  # [n, H], 0 where nothing was drafted
-    number: torch.Tensor  # [n] of the step. A language model has one step for all depths.
-    is_drafted: torch.Tensor  # [n] bool
+    target: Target
+    ids: torch.Tensor  # [B, L]
+    mask: torch.Tensor
+    taps: torch.Tensor | None
+    hidden: torch.Tensor | None  # None with an outline of the target alone
 
     @classmethod
     def of(
-        cls, drafter: Unrollable, batch: UnrollBatch, positions: Sequence[Position]
-    ) -> DraftedPositions:
-        steps = list(drafter.unroll(batch))
-        device = batch.input_ids.device
-        row, depth, absolute = torch.tensor(
-            [(one.row, one.depth, one.absolute) for one in positions], device=device
-        ).T
-        number = depth.clamp(max=len(steps) - 1)
-        hidden = steps[0].hidden.new_zeros(len(positions), steps[0].hidden.shape[-1])
-        is_drafted = torch.zeros(len(positions), dtype=torch.bool, device=device)
-        for index, step in enumerate(steps):
-            column = absolute - step.offset
-            # The last known position may lie one behind the text when a stop string cut it.
-            is_inside = (number == index) & (column >= 0) & (column < step.valid.shape[1])
-            mine = is_inside.nonzero()[:, 0]
-            hidden[mine] = step.hidden[row[mine], column[mine]]
-            is_drafted[mine] = step.valid[row[mine], column[mine]]
-        return cls(drafter, steps, hidden, number, is_drafted)
+        cls,
+        target: Target,
+        reader: StateReader,
+        layers: tuple[int, ...],
+        texts: Sequence[ServedText],
+        max_length: int,
+    ) -> TargetSide:
+        is_outline = isinstance(target, TargetOutline)
+        reads_records = is_outline and bool(layers)
+        known = [known_taps(text.records, layers) if reads_records else None for text in texts]
+        lengths = [
+            min(max_length, num_readable(states)) if reads_records else max_length
+            for states in known
+        ]
+        rows = [
+            torch.tensor(text.tokens[:length], device=target.device)
+            for text, length in zip(texts, lengths, strict=True)
+        ]
+        ids, mask = padded(rows), mask_of(rows)
+        if not is_outline:
+            return cls(target, ids, mask, *reader.states(ids, mask, layers))
+        width = len(layers) * target.hidden_size
+        taps = padded_taps(known, ids.shape[1], width, target.device) if reads_records else None
+        return cls(target, ids, mask, taps, None)
 
-    def logits(self, part: slice) -> torch.Tensor:
-        """[n, Vd] float32 of the positions of `part`."""
-        hidden, number = self.hidden[part], self.number[part]
-        heads = [head_of(step, self.drafter) for step in self.steps]
-        if all(head is heads[0] for head in heads):
-            return multiply(hidden, heads[0].T).float()
-        logits = hidden.new_empty(len(hidden), heads[0].shape[0])
-        for index, head in enumerate(heads):
-            mine = number == index
-            logits[mine] = multiply(hidden[mine], head.T)
-        return logits.float()
+    def unrolled(self, positions: Sequence[Position], num_steps: int) -> UnrollBatch:
+        """Inputs of a draft that is scored at the positions."""
+        return UnrollBatch(
+            input_ids=self.ids,
+            attention_mask=self.mask,
+            taps=self.taps,
+            num_steps=num_steps,
+            first=min(one.absolute for one in positions),
+        )
+
+    def rows(self, positions: Sequence[Position]) -> TargetRows:
+        logged = [position.logged for position in positions]
+        device, known = self.ids.device, logged_arrays(logged)
+        sampling = draft_rows(logged, device)
+        if self.hidden is None:
+            return TargetRows(
+                sampling, sampled_top(logged, known, device), torch.zeros(len(logged))
+            )
+        rows = [position.row for position in positions]
+        before = [position.absolute - 1 for position in positions]
+        logits = self.target.head(self.hidden[rows, before])
+        p = probabilities(process(logits, sampling_rows(logged, device)))
+        return TargetRows(sampling, p, disagreement(known, logits))

@@ -7,6 +7,7 @@ protects what the draft has learned.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,22 +17,28 @@ from dataclasses import dataclass, field
 import torch
 
 from draftsmith.config import check_limits
-from draftsmith.distill.buffer.traffic import ServedText, branches, without
+from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, without
 from draftsmith.distill.config import LearnConfig
 from draftsmith.distill.learn.rehearsal import Rehearsal, num_rehearsed
+from draftsmith.distill.learn.teachers import (
+    DraftedSpan,
+    LearningBatch,
+    LearningRow,
+    check_positions,
+    check_teacher,
+    teacher_of,
+)
 from draftsmith.distill.learn.text_states import TextStates, states_of
-from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import autocast, reads_freely
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.config import POSITIONS
-from draftsmith.train.data.batches import packed, rows_as_long_as_the_longest
-from draftsmith.train.data.roles import RoleWeights, TrainedRow, branch_row, text_row, trained_text
+from draftsmith.train.data.roles import RoleWeights, branch_row, text_row
 from draftsmith.train.objective.rounds_of_text import step_weighting
-from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
+from draftsmith.train.optim import MUON_MOMENT, muon_with_adamw, part_of
 
 # So many steps in a row without a finite gradient mean that the candidate is lost.
 MAX_BROKEN_STEPS = 3
@@ -54,20 +61,28 @@ class UpdateReport:
     loss: float | None
     alpha: list[float]  # of each depth, on the same batch
     tokens: int  # trained positions in the update
+    masked: int  # positions that were not, without a recorded distribution
 
 
 @dataclass
 class Reservoir:
     """Uniform sample of all texts ever seen, in bounded memory (Vitter's algorithm R), and the
-    latest ones; without distributions, which training does not read."""
+    latest ones; without distributions that training does not read. `tap_bytes` bounds the hidden
+    states of the sample, and those of the latest ones."""
 
     capacity: int
+    keeps_p: bool = False
+    tap_bytes: float = math.inf
     texts: list[ServedText] = field(default_factory=list)
     latest: list[ServedText] = field(default_factory=list)
     seen: int = 0
 
     def arrived(self, fresh: Sequence[ServedText]) -> None:
-        self.latest = [*self.latest, *(text.slim() for text in fresh)][-LATEST:]
+        latest = [*self.latest, *map(self.slim, fresh)][-LATEST:]
+        self.latest = newest_within(latest, self.tap_bytes)
+
+    def slim(self, text: ServedText) -> ServedText:
+        return text.slim(keeps_p=self.keeps_p)
 
     def sample(self, count: int, rng: random.Random) -> list[ServedText]:
         """Half of the latest texts, half of all; fewer where there are not so many."""
@@ -80,10 +95,13 @@ class Reservoir:
 
     def add(self, text: ServedText, rng: random.Random) -> None:
         self.seen += 1
-        if len(self.texts) < self.capacity:
-            self.texts.append(text.slim())
+        held = sum(one.tap_bytes for one in self.texts)
+        if len(self.texts) < self.capacity and held + text.tap_bytes <= self.tap_bytes:
+            self.texts.append(self.slim(text))
         elif (place := rng.randrange(self.seen)) < len(self.texts):
-            self.texts[place] = text.slim()
+            self.texts[place] = self.slim(text)
+            while sum(one.tap_bytes for one in self.texts) > self.tap_bytes:
+                del self.texts[rng.randrange(len(self.texts))]
 
 
 class Learner:
@@ -102,14 +120,16 @@ class Learner:
     ):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
+        check_positions(config, drafter)
         known = states_of(target, config) if states is None else states
-        self.reservoir = Reservoir(config.reservoir)
+        self.teacher = teacher_of(config, target, drafter.taps, known)
+        self.reservoir = Reservoir(config.reservoir, self.teacher.keeps_p, taps_share(config))
         self.rehearsal = rehearsal
         self.weights = RoleWeights.at(
             config.positions, later_rejected=float("later-rejected" in config.positions)
         )
         self.parameters = trained(drafter)
-        self.optimizer = CandidateOptimizer(drafter, LiveSource(target, known), config)
+        self.optimizer = CandidateOptimizer(drafter, config)
         self.updates = 0
         self.at_step = 0  # of the update that is being made, from 1
         self._begin()
@@ -158,16 +178,16 @@ class Learner:
         rng = random.Random(f"{self.seed} {self.updates}")
         queue = list(fresh)
         rng.shuffle(queue)
-        broken = in_a_row = tokens = 0
+        broken = in_a_row = tokens = masked = 0
         loss: float | None = None
         alpha: list[float] = []
         for step in range(self.config.steps):
             begun_s, self.at_step = time.perf_counter(), step + 1
             rehearsed = self._rehearsed(rng)
             texts = self._texts(queue, step, rng, num_rehearsed=len(rehearsed))
-            batch = self.batch([*self._rows(texts, rng), *rehearsed])
-            trained_here = int((batch.weights > 0).sum())
-            if trained_here == 0:
+            batch = self.teacher.batch([*self._rows(texts, rng), *rehearsed])
+            masked += batch.masked
+            if batch.tokens == 0:
                 continue
             sums = self._step(batch)
             if sums is not None:
@@ -175,7 +195,7 @@ class Learner:
                 in_a_row = 0
             else:
                 broken, in_a_row = broken + 1, in_a_row + 1
-            tokens += trained_here
+            tokens += batch.tokens
             rest(time.perf_counter() - begun_s)
             if in_a_row == MAX_BROKEN_STEPS:
                 break
@@ -183,15 +203,13 @@ class Learner:
         for text in fresh:
             self.reservoir.add(text, rng)
         self.updates, self.at_step = self.updates + 1, 0
-        return UpdateReport(self.config.steps, broken, loss, alpha, tokens)
+        return UpdateReport(self.config.steps, broken, loss, alpha, tokens, masked)
 
-    def batch(self, rows: Sequence[TrainedRow]) -> TextBatch:
-        return batch_of(rows, self.target.device)
-
-    def _rehearsed(self, rng: random.Random) -> list[TrainedRow]:
+    def _rehearsed(self, rng: random.Random) -> list[LearningRow]:
         if self.rehearsal is None:
             return []
-        return self.rehearsal.sample(num_rehearsed(self.config), rng)
+        rows = self.rehearsal.sample(num_rehearsed(self.config), rng)
+        return [LearningRow(row, []) for row in rows]
 
     def _texts(
         self, queue: list[ServedText], step: int, rng: random.Random, *, num_rehearsed: int
@@ -206,16 +224,29 @@ class Learner:
         ]
         return picked + older
 
-    def _rows(self, texts: Sequence[ServedText], rng: random.Random) -> list[TrainedRow]:
-        rows = [text_row(text.tokens, text.roles, self.weights) for text in texts]
+    def _rows(self, texts: Sequence[ServedText], rng: random.Random) -> list[LearningRow]:
+        rows = [
+            LearningRow(
+                text_row(text.tokens, text.roles, self.weights),
+                # What was trimmed off is no text.
+                [DraftedSpan(one, 0, len(one.committed)) for one in text.records],
+                text.records,
+            )
+            for text in texts
+        ]
         if self.weights.later_rejected:
-            found = [branch for text in texts for branch in branches(text)]
-            chosen = rng.sample(found, min(MOST_BRANCHES, len(found)))
-            rows += [branch_row(branch, self.weights) for branch in chosen]
+            found = [one for text in texts for one in branched(text)]
+            rows += [
+                LearningRow(
+                    branch_row(branch, self.weights),
+                    [DraftedSpan(record, record.accepted + 1, len(record.drafted))],
+                )
+                for record, branch in rng.sample(found, min(MOST_BRANCHES, len(found)))
+            ]
         length = min(self.config.max_length, self.target.max_positions)
-        return [row.cut(length) for row in rows]
+        return [one._replace(row=one.row.cut(length)) for one in rows]
 
-    def _step(self, batch: TextBatch) -> StepSums | None:
+    def _step(self, batch: LearningBatch) -> StepSums | None:
         """Takes one step. None, and nothing changed, when the gradient is not finite."""
         lr = self.config.lr * min(1.0, (self.steps + 1) / max(1, self.config.warmup_steps))
         sums = self.optimizer.step(batch, lr=lr)
@@ -255,15 +286,9 @@ class Learner:
             average.copy_(held)
 
 
-def batch_of(rows: Sequence[TrainedRow], device: torch.device) -> TextBatch:
-    """Texts packed into rows as long as the longest."""
-    texts = [trained_text(row) for row in rows]
-    return packed([[texts[at] for at in row] for row in arranged(rows)]).to(device)
-
-
-def arranged(rows: Sequence[TrainedRow]) -> list[list[int]]:
-    """Texts of each row of a batch, by their numbers."""
-    return rows_as_long_as_the_longest([len(row.tokens) for row in rows])
+def taps_share(config: LearnConfig) -> float:
+    """Bytes of hidden states that each of the four lists of texts may hold."""
+    return config.taps_gib * 2**30 / 4
 
 
 def summary(sums: StepSums) -> tuple[float, list[float]]:
@@ -275,6 +300,12 @@ def summary(sums: StepSums) -> tuple[float, list[float]]:
 def check(config: LearnConfig) -> None:
     check_limits(config, "learn.")
     kind_of(config.divergence)
+    check_teacher(config)
+    if config.rehearse and config.teacher == "recorded":
+        raise UserError(
+            "learn.rehearse needs the target's pass over its texts, and learn.teacher is "
+            "'recorded'; leave it out, or give learn.teacher=live"
+        )
     if config.rehearse and num_rehearsed(config) == 0:
         raise UserError(
             f"learn.rehearse takes a quarter of each batch, at most learn.replay "
@@ -291,17 +322,17 @@ MAX_GRAD_NORM = 1.0
 
 
 class CandidateOptimizer:
-    """AdamW over the trained parameters of `drafter`, whose weights may change between steps.
-    `source` gives what it is to match."""
+    """AdamW, or Muon with it, over the trained parameters of `drafter`, whose weights may change
+    between steps."""
 
-    def __init__(self, drafter: torch.nn.Module, source: TargetSource, config: LearnConfig):
-        self.drafter, self.source, self.config = drafter, source, config
+    def __init__(self, drafter: torch.nn.Module, config: LearnConfig):
+        self.drafter, self.config = drafter, config
         self.weighting = step_weighting(config.unroll.weights, config.unroll.decay)
         self.device = next(drafter.parameters()).device
         self.in_bf16 = computes_in_bf16(config.dtype, self.device)
         self.forget()
 
-    def step(self, batch: TextBatch, *, lr: float) -> StepSums | None:
+    def step(self, batch: LearningBatch, *, lr: float) -> StepSums | None:
         """One step on the batch's token mean. None, and nothing changed, when the gradient is not
         finite."""
         self.adam.zero_grad(set_to_none=True)
@@ -315,17 +346,17 @@ class CandidateOptimizer:
         self.adam.step()
         return sums
 
-    def _backward(self, batch: TextBatch) -> StepSums:
+    def _backward(self, batch: LearningBatch) -> StepSums:
         unrolled = self.unrolled(batch)
-        unrolled.mean(float(batch.weights.sum(dtype=torch.float64))).backward()
+        unrolled.mean(batch.weight).backward()
         return unrolled.sums
 
-    def unrolled(self, batch: TextBatch) -> UnrolledLoss:
+    def unrolled(self, batch: LearningBatch) -> UnrolledLoss:
         with autocast(self.device, torch.bfloat16, enabled=self.in_bf16):
             return unrolled_loss(
                 self.drafter,
-                self.source,
-                batch,
+                batch.source,
+                batch.text,
                 num_steps=self.config.unroll.steps,
                 weighting=self.weighting,
                 kind=kind_of(self.config.divergence),
@@ -336,20 +367,32 @@ class CandidateOptimizer:
         return {
             f"{name}:{key}": value
             for name, parameter in trained(self.drafter).items()
-            for key, value in self.adam.state.get(parameter, {}).items()
+            for key, value in part_of(self.adam, parameter).state.get(parameter, {}).items()
         }
 
     def fill(self, moments: Mapping[str, torch.Tensor]) -> None:
+        """Moments of another optimizer than the one at hand are left out."""
         self.forget()
         parameters = trained(self.drafter)
         for key, value in moments.items():
             name, _, moment = key.rpartition(":")
-            on_host = moment == "step" and not self.adam.param_groups[0].get("fused")
-            device = "cpu" if on_host else parameters[name].device
-            self.adam.state.setdefault(parameters[name], {})[moment] = value.to(device)
+            part = part_of(self.adam, parameters[name])
+            if (moment == MUON_MOMENT) == isinstance(part, torch.optim.Muon):
+                on_host = moment == "step" and not part.param_groups[0].get("fused")
+                device = "cpu" if on_host else parameters[name].device
+                part.state.setdefault(parameters[name], {})[moment] = value.to(device)
 
     def forget(self) -> None:
         """Returns to the state before the first step."""
+        if self.config.optimizer == "muon":
+            self.adam: torch.optim.Optimizer = muon_with_adamw(
+                self.drafter,
+                num_tokens=len(self.drafter.head_weight()),
+                lr=self.config.lr,
+                betas=BETAS,
+                weight_decay=0.0,
+            )
+            return
         self.adam = torch.optim.AdamW(
             trained(self.drafter).values(),
             lr=self.config.lr,

@@ -8,13 +8,16 @@ and however often one looks.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftsmith.distill.buffer.buffer import BufferReader
+from draftsmith.distill.buffer.folder import ShardFolder, forgotten, in_turn, is_forgotten, parse
 from draftsmith.distill.gate.sequential import share_of
 from draftsmith.distill.monitor.events import (
     EVENTS,
@@ -29,7 +32,8 @@ from draftsmith.distill.monitor.events import (
     is_logged,
 )
 from draftsmith.distill.monitor.positions import Positions, positions_of
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
+from draftsmith.files import restored
 from draftsmith.record import Distributions, RoundRecord
 
 # Rules whose output has the target's distribution; others are left out and counted by name.
@@ -41,6 +45,12 @@ MOST_STREAMS = 64
 MISS = 2.33
 # Stands for evidence without bound, which JSON has no number for.
 MOST_LOG10 = 1e6
+logger = logging.getLogger("draftsmith.buffer")
+
+
+class Key(NamedTuple):
+    engine: str
+    version: str
 
 
 @dataclass
@@ -48,8 +58,6 @@ class EvidenceStream:
     """Counts and bets of the records of one engine and version."""
 
     number: int  # from 1, in order of first appearance
-    engine: str = ""  # "" with no version: of all records
-    version: str = ""
     positions: int = 0
     greedy: int = 0
     violations: int = 0  # tokens that cannot stand where they do
@@ -99,10 +107,10 @@ class Monitor:
 
     false_alarm: float
     everything: EvidenceStream = field(default_factory=lambda: EvidenceStream(1))
-    streams: dict[str, EvidenceStream] = field(default_factory=dict)  # by name
+    streams: dict[Key, EvidenceStream] = field(default_factory=dict)
     begun: int = 1  # streams so far
     alarms: dict[str, str] = field(default_factory=dict)  # by stream: what was seen
-    left_out: dict[str, int] = field(default_factory=dict)  # rounds or positions, by reason
+    left_out: Counter[str] = field(default_factory=Counter)  # rounds or positions, by reason
 
     def look(self, records: Sequence[RoundRecord]) -> list[str]:
         """Adds records and returns the alarms that they raise, one sentence each."""
@@ -123,20 +131,20 @@ class Monitor:
     ) -> Iterator[tuple[EvidenceStream, np.ndarray]]:
         """Each stream with a choice [n] of positions."""
         yield self.everything, np.ones(len(positions), dtype=bool)
-        keys = [(one.engine, one.draft_version) for one in records]
+        keys = [Key(one.engine, one.draft_version) for one in records]
         for key in dict.fromkeys(keys):
             chosen = np.array([other == key for other in keys])[positions.record]
-            if chosen.any():
-                yield self._stream(*key), chosen
+            if not chosen.any():
+                continue
+            yield self._stream(key), chosen
 
-    def _stream(self, engine: str, version: str) -> EvidenceStream:
-        """Stream of an engine's version, begun if need be, behind all others."""
-        name = name_of(engine, version)
-        if name not in self.streams:
+    def _stream(self, key: Key) -> EvidenceStream:
+        """Stream of a key, begun if need be, behind all others."""
+        if key not in self.streams:
             self.begun += 1
-            self.streams[name] = EvidenceStream(self.begun, engine, version)
-        self.streams[name] = self.streams.pop(name)
-        return self.streams[name]
+            self.streams[key] = EvidenceStream(self.begun)
+        self.streams[key] = self.streams.pop(key)
+        return self.streams[key]
 
     def _add(
         self,
@@ -157,13 +165,9 @@ class Monitor:
             if not one.drafted:
                 continue
             if one.rule not in LOSSLESS_RULES:
-                self._leave_out(f"rounds of rule {one.rule or 'unknown'}", 1)
+                self.left_out[f"rounds of rule {one.rule or 'unknown'}"] += 1
             elif not Distributions.of(one.p).is_logged:
-                self._leave_out("rounds without distributions", 1)
-
-    def _leave_out(self, reason: str, count: int) -> None:
-        if count:
-            self.left_out[reason] = self.left_out.get(reason, 0) + count
+                self.left_out["rounds without distributions"] += 1
 
     def _count_positions(self, positions: Positions, rules: np.ndarray) -> None:
         sampled = ~positions.greedy
@@ -178,16 +182,17 @@ class Monitor:
             "greedy positions with a tie": positions.greedy & ~greedy_of(positions),
         }
         for reason, chosen in reasons.items():
-            self._leave_out(reason, int(chosen.sum()))
+            if chosen.any():
+                self.left_out[reason] += int(chosen.sum())
 
     def _prune(self) -> None:
-        quiet = [name for name in self.streams if name not in self.alarms]
-        for name in quiet[: max(0, len(quiet) - MOST_STREAMS)]:
-            del self.streams[name]
+        quiet = [key for key in self.streams if name_of(key) not in self.alarms]
+        for key in quiet[: max(0, len(quiet) - MOST_STREAMS)]:
+            del self.streams[key]
 
     def named(self) -> dict[str, EvidenceStream]:
         """Streams by name, all records together first."""
-        return {"all": self.everything} | self.streams
+        return {"all": self.everything} | {name_of(key): one for key, one in self.streams.items()}
 
     def _new_alarms(self) -> list[str]:
         new = {
@@ -201,10 +206,11 @@ class Monitor:
     def numbers(self) -> dict[str, dict[str, float | str]]:
         """Values of each stream, for a status: engine and version ("" for all records), positions,
         z by event, log10 of the evidence, and 1 under `alarm` where one was raised."""
+        keys = {name_of(key): key for key in self.streams}
+        nobody = Key("", "")
         return {
             name: {
-                "engine": one.engine,
-                "version": one.version,
+                **keys.get(name, nobody)._asdict(),
                 "positions": one.positions,
                 **{f"z_{event}": counts.z for event, counts in one.counts.items()},
                 "log10_evidence": min(one.log_evidence / math.log(10), MOST_LOG10),
@@ -213,9 +219,32 @@ class Monitor:
             for name, one in self.named().items()
         }
 
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "everything": asdict(self.everything),
+            "streams": [[*key, asdict(one)] for key, one in self.streams.items()],
+            "begun": self.begun,
+            "alarms": self.alarms,
+            "left_out": dict(self.left_out),
+        }
 
-def name_of(engine: str, version: str) -> str:
-    return f"version {version or '-'}" + (f" on {engine}" if engine else "")
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], false_alarm: float) -> Monitor:
+        return cls(
+            false_alarm,
+            restored(EvidenceStream, values["everything"]),
+            {
+                Key(engine, version): restored(EvidenceStream, one)
+                for engine, version, one in values["streams"]
+            },
+            values["begun"],
+            dict(values["alarms"]),
+            Counter(values["left_out"]),
+        )
+
+
+def name_of(key: Key) -> str:
+    return f"version {key.version or '-'}" + (f" on {key.engine}" if key.engine else "")
 
 
 def sentence(name: str, stream: EvidenceStream) -> str:
@@ -232,6 +261,7 @@ def sentence(name: str, stream: EvidenceStream) -> str:
 @dataclass
 class Look:
     monitor: Monitor
+    shards: int = 0
     records: int = 0
     seeded: int = 0  # records whose draws can be repeated, left out
     damaged: int = 0  # shards
@@ -240,16 +270,23 @@ class Look:
 def look(url: str, *, false_alarm: float) -> Look:
     """Reads every shard that is there now, also while servers write. Leaves no mark: writers wait
     for readers that do. Raises `UserError` where the folder cannot be read."""
-    reader, found = BufferReader(url, leaves_marks=False), Look(Monitor(false_alarm))
-    more = True
-    while more:
+    folder, found = ShardFolder(url), Look(Monitor(false_alarm))
+    try:
+        names = folder.names()
+    except OSError as error:
+        raise UserError(f"buffer {url!r} cannot be read ({error}); give its folder") from error
+    answers = forgotten(names)
+    for shard in in_turn(folder.shards_among(names)):
         try:
-            reading = reader.read()
-        except OSError as error:
-            raise UserError(f"buffer {url!r} cannot be read ({error}); give its folder") from error
-        found.records += len(reading.records) + reading.seeded
-        found.seeded += reading.seeded
-        found.damaged += reading.damaged
-        found.monitor.look(reading.records)
-        more = reading.more
+            records = parse(folder.fetch(shard), with_taps=False)
+        except FileNotFoundError:
+            continue  # deleted by the retention since it was listed
+        except (OSError, ValueError) as error:
+            logger.warning("shard %s is left out (%s)", shard.path, first_line(error))
+            found.damaged += 1
+            continue
+        kept = [one for one in records if not one.seeded]
+        found.shards, found.records = found.shards + 1, found.records + len(records)
+        found.seeded += len(records) - len(kept)
+        found.monitor.look([one for one in kept if not is_forgotten(one.request, answers)])
     return found

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from draftsmith.distill.buffer.record_table import STEPS
+from draftsmith.distill.gate.logged import filtered
 from draftsmith.record import Distributions, ProbArrays, RoundRecord
 
 # Logged logprobs closer than this may be equal ones: half a step of rounding each.
@@ -135,6 +137,8 @@ class _Sampled:
         tail = np.where(temperature == 1, p.tail, np.clip(1 - probs.sum(axis=1), 0, 1))
         width = probs.shape[1]
         active = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+        if not active.any():
+            return cls._unfiltered(temperature, probs, tail, logprobs)
         settings = (
             np.where((top_k > 0) & active, np.minimum(top_k, width), width),
             np.where((top_p < 1) & active, top_p, math.inf),
@@ -161,6 +165,20 @@ class _Sampled:
             error=ROUNDING / np.minimum(1.0, scale[:, 0]),
         )
 
+    @classmethod
+    def _unfiltered(
+        cls, temperature: np.ndarray, probs: np.ndarray, tail: np.ndarray, logprobs: np.ndarray
+    ) -> _Sampled:
+        scale = np.where(temperature == 0, 1.0, temperature)
+        return cls(
+            temperature=temperature,
+            probs=probs,
+            tail=tail,
+            is_cut=np.zeros(len(tail), dtype=bool),
+            is_known=np.isfinite(logprobs[:, 0]),
+            error=ROUNDING / np.minimum(1.0, scale),
+        )
+
     def of_drafted(self, tokens: np.ndarray, p: ProbArrays) -> np.ndarray:
         """[n] p(x); NaN where it is not known, 0 where a filter cuts x."""
         scale = np.where(self.temperature == 0, 1.0, self.temperature)
@@ -171,21 +189,6 @@ class _Sampled:
         )
 
 
-def _filtered(
-    probs: np.ndarray, tail: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities [n, w], likeliest first, and their tails [n] under filters [n], each neutral
-    where it is w or more, infinite and 0. The tail is 0 where a filter cuts among the w."""
-    # transformers' order; each filter sees the distribution that the one before left.
-    probs, tail = _keep(probs, tail, np.arange(probs.shape[1]) < top_k[:, None])
-    probs, tail = _keep(probs, tail, probs.cumsum(axis=1) - probs < top_p[:, None])
-    return _keep(probs, tail, probs >= min_p[:, None] * probs[:, :1])
-
-
-def _keep(probs: np.ndarray, tail: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Removes tokens that are not kept. They are less likely than the kept ones, so the tail goes
-    with them."""
-    is_cut = (~kept & (probs > 0)).any(axis=1)
-    probs = np.where(kept, probs, 0.0)
-    normalised = probs / np.maximum(probs.sum(axis=1, keepdims=True), 1e-300)
-    return np.where(is_cut[:, None], normalised, probs), np.where(is_cut, 0.0, tail)
+def _filtered(probs: np.ndarray, tail: np.ndarray, *settings: np.ndarray) -> list[np.ndarray]:
+    found = filtered(*map(torch.from_numpy, (probs, tail, *settings)))
+    return [values.numpy() for values in found]

@@ -23,6 +23,13 @@ class TopProbs(NamedTuple):
     tail: torch.Tensor  # [N] probability outside `ids`
 
 
+class Overlap(NamedTuple):
+    """Bounds of alpha = sum_v min(p_v, q_v)."""
+
+    low: torch.Tensor  # [N]
+    high: torch.Tensor  # [N]
+
+
 def top_probs(logits: torch.Tensor, k: int = TOP) -> TopProbs:
     """The `k` likeliest tokens of each row of logits [N, V]; all V of them when V < k."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -60,3 +67,12 @@ def _best(values: torch.Tensor, k: int) -> torch.Tensor:
         rest = torch.arange(whole, values.shape[-1]).expand(len(values), -1)
         places = torch.cat([places, rest], dim=1)
     return places.gather(-1, _best(values.gather(-1, places), k))
+
+
+def top_overlap(distribution: TopProbs, q: torch.Tensor) -> Overlap:
+    """Bounds of alpha between a sparse p and the probabilities q [N, V] of a draft: what the kept
+    tokens prove, and what the tail could add."""
+    kept = q.to(distribution.logprobs.dtype).gather(-1, distribution.ids)
+    low = torch.minimum(distribution.logprobs.exp(), kept).sum(dim=-1)
+    q_tail = (1 - kept.sum(dim=-1)).clamp(min=0)
+    return Overlap(low, low + torch.minimum(distribution.tail, q_tail))

@@ -1,6 +1,9 @@
 """Prefix caching: full blocks of committed text are found again by what they hold. Torch-free but
 for the taps it carries.
 
+A request whose records hold hidden states goes on from blocks whose states were kept for records,
+and reads the rest again, so that its records have no hole.
+
 A block's key is a digest of all text up to its end, chained from block to block, and of the `ahead`
 tokens after it. A drafter that reads the token at t + 1 beside the state at t (`ahead` 1) keeps in
 a block's last position what depends on the token after the block; with that token in the key,
@@ -13,13 +16,15 @@ only acceptance can suffer.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from draftsmith.serve.cache.blocks import BlockManager
-from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.request import Request, TapLog
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +36,8 @@ class _Entry:
     draft_ready: bool  # the draft has written its keys and values of the block as well
     # what the draft still has to read of it, in order; None: not kept
     taps: list[torch.Tensor] | None = None
+    # for records: [block_size, width] uint16; None: not kept
+    logged: np.ndarray | None = None
 
 
 class PrefixCache:
@@ -42,7 +49,7 @@ class PrefixCache:
         ahead: how many tokens after a position the draft's values there depend on.
         needs_taps: the drafter cannot read a text again from its tokens alone.
         max_tapped: blocks that may carry taps at the same time; the least recently used lose them
-        first.
+        first. As many carry states for records.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class PrefixCache:
         self._entries: dict[bytes, _Entry] = {}
         self._keys: dict[int, bytes] = {}  # of the blocks in `_entries`
         self._tapped: dict[bytes, None] = {}  # keys of those with taps, the latest used last
+        self._logged: dict[bytes, None] = {}  # of those with states for records, in order
         blocks.on_evict = self._evicted
 
     def attach(self, request: Request) -> None:
@@ -78,6 +86,7 @@ class PrefixCache:
         size = self.blocks.block_size
         request.blocks = self.blocks.share([entry.block for entry in entries])
         request.cache.computed = len(entries) * size
+        _log(request, entries, size)
         if request.k > 0:
             request.draft.cached = _num_ready(entries) * size
             if self.needs_taps:
@@ -121,6 +130,8 @@ class PrefixCache:
             self._forget(entry.block)
             entry.block = block
             self._remember(block, key)
+        if request.recording.tap_log is not None and entry.logged is None:
+            self._keep_logged(entry, key, request.recording.tap_log, index)
         if entry.block != block or entry.draft_ready:
             return
         entry.draft_ready = ready
@@ -131,6 +142,16 @@ class PrefixCache:
             entry.taps = taps
             self._tapped[key] = None
             self._drop_taps()
+
+    def _keep_logged(self, entry: _Entry, key: bytes, log: TapLog, index: int) -> None:
+        size = self.blocks.block_size
+        entry.logged = log.between(index * size, (index + 1) * size)
+        if entry.logged is not None:
+            self._logged[key] = None
+        if self.max_tapped is not None and len(self._logged) > self.max_tapped:
+            first = next(iter(self._logged))
+            del self._logged[first]
+            self._entries[first].logged = None
 
     def _usable(self, request: Request) -> Iterator[_Entry]:
         """Cached blocks from the text's beginning that this request can go on from, drafts
@@ -145,6 +166,8 @@ class PrefixCache:
                 return
             all_ready = all_ready and entry.draft_ready
             if self.needs_taps and request.k > 0 and not all_ready and entry.taps is None:
+                return
+            if entry.logged is None and _lacks(request, (index + 1) * self.blocks.block_size):
                 return
             yield entry
 
@@ -201,6 +224,20 @@ class PrefixCache:
         key = self._keys.pop(block)
         del self._entries[key]
         self._tapped.pop(key, None)
+        self._logged.pop(key, None)
+
+
+def _lacks(request: Request, end: int) -> bool:
+    """True where records of the request are to hold states of positions below `end` that it does
+    not have."""
+    log = request.recording.tap_log
+    return log is not None and request.k > 0 and not log.is_full and log.end < min(end, log.most)
+
+
+def _log(request: Request, entries: Sequence[_Entry], size: int) -> None:
+    for index, entry in enumerate(entries):
+        if request.recording.tap_log is not None and entry.logged is not None:
+            request.recording.tap_log.add(index * size, entry.logged)
 
 
 def _num_ready(entries: list[_Entry]) -> int:

@@ -9,6 +9,7 @@ from draftsmith.drafters.interface import Capturable, ServingDrafter, draft_posi
 from draftsmith.drafters.quirks.kept_state import NUM_SIDES
 from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.target import Target
+from draftsmith.errors import UserError
 from draftsmith.kernels.cuda_graphs import CountedCapturer, CudaCapturer, GraphRoom
 from draftsmith.kernels.dispatch import pins, reads_freely
 from draftsmith.kernels.host_memory import keep_freed_memory
@@ -62,6 +63,7 @@ def build_engine(
         adapters: of `target`, which requests may ask for by name.
     """
     check_states(target, config)
+    check_recorded_taps(drafter, config)
     if reads_freely(target.device):
         keep_freed_memory()
     if config.compile == "auto":
@@ -90,7 +92,7 @@ def build_engine(
         drafter.capture(GraphRoom(pool, config.max_batch, max_blocks, draft_graphs))
     runner = _runner(target, config, plan, proposer, max_blocks=max_blocks, adapters=adapters)
     rule = rule_name(config, trees=tree is not None)
-    recorder = RoundRecorder(sink, target, config, rule=rule)
+    recorder = RoundRecorder(sink, target, config, rule=rule, taps=proposer.taps)
     outputs = OutputQueue(recorder)
     kept = 0 if drafter is None else most_kept(target, drafter, plan, config)
     return EngineCore(
@@ -167,6 +169,15 @@ def most_drafted(proposer: Proposer, config: EngineConfig) -> int:
     if proposer.drafter is None:
         return 0
     return config.k if proposer.tree is None else proposer.tree.nodes
+
+
+def check_recorded_taps(drafter: ServingDrafter | None, config: EngineConfig) -> None:
+    if config.record_taps > 0 and (drafter is None or not drafter.taps):
+        family = "no drafter" if drafter is None else f"a {drafter.family} drafter"
+        raise UserError(
+            f"record_taps is {config.record_taps} with {family}, which reads no states of the "
+            "target; leave it out"
+        )
 
 
 def warn_of_positions(drafter: ServingDrafter | None, max_length: int) -> None:

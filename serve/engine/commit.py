@@ -145,6 +145,9 @@ class Committer:
             begin = round.output.begins[row.index] + again
             if self._shared is None:
                 keep_taps(request, round.output.taps, begin, count - again)
+            if request.recording.tap_log is not None:
+                states = round.output.taps[begin : begin + count - again]
+                self.recorder.keep_taps(request, row.row.begin + again, states)
         if round.drafted.is_read(row.index):
             self.proposer.advance(row.row, len(row.drafted), row.accepted)
         draft = request.draft

@@ -25,7 +25,7 @@ from draftsmith.serve.engine.live_draft import LiveDraft
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import ProposalRequest, Proposer, tokens_to_read
 from draftsmith.serve.engine.recorder import RoundRecorder
-from draftsmith.serve.engine.round import Round, RowSampling, VerifyOutput, leave_out
+from draftsmith.serve.engine.round import Round, RowSampling, VerifyOutput, leave_out, reads_alone
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Schedule, Scheduler
 from draftsmith.serve.engine.verify import (
@@ -37,7 +37,7 @@ from draftsmith.serve.engine.verify import (
     read,
 )
 from draftsmith.serve.requests.input_processor import InputProcessor
-from draftsmith.serve.requests.kept_taps import reads_taps
+from draftsmith.serve.requests.kept_taps import wants_taps
 from draftsmith.serve.requests.request import (
     DEFAULT_OPTIONS,
     Completion,
@@ -87,8 +87,12 @@ class EngineCore:
     ) -> Request:
         """Queue a request; `on_update` is called after every round that gave it tokens."""
         request = self.inputs.request(prompt_ids, params, on_update, options)
-        self.scheduler.add(request)
+        self._enqueue(request)
         return request
+
+    def _enqueue(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.recorder.begin(request)
 
     def cancel(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         self.committer.cancel(request, reason)
@@ -165,7 +169,7 @@ class EngineCore:
             room = self.config.max_queue - len(self.scheduler.waiting)
             for request in itertools.islice(arrivals, room):
                 request.on_update = note
-                self.scheduler.add(request)
+                self._enqueue(request)
             if not self.scheduler.busy:
                 return
             self.step()
@@ -278,11 +282,11 @@ class EngineCore:
     def _taps(self, round: Round) -> tuple[int, ...]:
         """Taps that the pass has to join; none where its rows may join them."""
         taps = self.proposer.taps
-        if not taps or not any(map(reads_taps, [row.request for row in round.rows])):
+        if not taps or not any(map(wants_taps, [row.request for row in round.rows])):
             return ()
         if (
             round.proposal is None
-            and all(row.count == 1 for row in round.rows)
+            and reads_alone(round.rows)
             and self.runner.gives_states(round.rows)
         ):
             round.own_taps = taps

@@ -178,6 +178,7 @@ class EngineLoop:
         with self._lock:
             self._arriving -= 1
             self.engine.scheduler.waiting.append(request)
+        self.engine.recorder.begin(request)
 
     def _stop(self) -> None:
         self._stopped = True

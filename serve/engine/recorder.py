@@ -6,14 +6,17 @@ import logging
 import time
 from collections.abc import Sequence
 
+import numpy as np
+import torch
+
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.logged import LoggedRound
 from draftsmith.prompts.shares import uniform
-from draftsmith.record import RecordedRound, RecordHead, RoundRow, Sink, hashed
+from draftsmith.record import RecordedRound, RecordedTaps, RecordHead, RoundRow, Sink, hashed
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import sampler_name
 from draftsmith.serve.engine.round import Round, RowOutput
-from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.request import Request, TapLog
 
 log = logging.getLogger(__name__)
 
@@ -23,9 +26,20 @@ class RoundRecorder:
 
     Args:
         rule: of verification, as in the record.
+        taps: raw ids of the layers whose states records hold.
     """
 
-    def __init__(self, sink: Sink | None, target: Target, config: EngineConfig, *, rule: str):
+    def __init__(
+        self,
+        sink: Sink | None,
+        target: Target,
+        config: EngineConfig,
+        *,
+        rule: str,
+        taps: tuple[int, ...],
+    ):
+        self.taps, self.tap_positions = taps, config.record_taps
+        self.num_untapped = 0  # recorded requests whose states have a hole
         self.sink, self.target, self.target_revision = sink, target.name, target.revision
         self.rule, self.engine = rule, config.engine_name
         # drafts are the draft's likeliest tokens where a request names no temperature
@@ -50,6 +64,31 @@ class RoundRecorder:
             state.share = share if uniform(request.id, "record") < share else 0.0
         return state.share > 0
 
+    def begin(self, request: Request) -> None:
+        """Called before a request is admitted: whether its records hold states decides which cached
+        blocks it can go on from."""
+        if self.tap_positions > 0 and self.records(request):
+            most = min(self.tap_positions, request.num_prompt + request.max_tokens)
+            request.recording.tap_log = TapLog(most)
+
+    def keep_taps(self, request: Request, position: int, states: torch.Tensor) -> None:
+        """Keeps `states` [n, taps * H] of a pass over known tokens from `position` on."""
+        log = request.recording.tap_log
+        if log is None or log.is_full:
+            return
+        wanted = states[: log.most - position].to(torch.bfloat16)
+        log.add(position, wanted.view(torch.int16).cpu().numpy().view(np.uint16))
+        self.num_untapped += log.has_hole
+
+    def _new_taps(self, request: Request, log: TapLog) -> RecordedTaps | None:
+        """States of the request's text that no record holds yet."""
+        begin, end = log.recorded, min(log.end, request.num_tokens)
+        values = log.between(begin, end)
+        if values is None:
+            return None
+        log.recorded = end
+        return RecordedTaps(self.taps, begin, values)
+
     def round(self, row: RowOutput, committed: list[int], round: Round, version: str) -> None:
         """Record the part of a request with drafted tokens in a round. `committed` is in
         `request.tokens` already."""
@@ -67,6 +106,7 @@ class RoundRecorder:
         """Record the tokens committed since the last record, which completes the text, and the
         end."""
         self._add(request, self._head(request, "", None), request.num_tokens, last=True)
+        request.recording.tap_log = None
         self._send()
 
     def end_round(self) -> None:
@@ -120,10 +160,11 @@ class RoundRecorder:
     ) -> None:
         state = request.recording
         context = request.tokens[state.num_tokens : position]
+        taps = None if state.tap_log is None else self._new_taps(request, state.tap_log)
         self._rows.append(
             RoundRow(
                 head, state.num_records, position, context, drafted, accepted, committed, emitted,
-                last, place,
+                last, taps, place,
             )
         )  # fmt: skip
         state.num_records += 1

@@ -221,6 +221,12 @@ class Round:
             begin = end
 
 
+def reads_alone(rows: Sequence[ScheduledRow]) -> bool:
+    """True when each row reads one token, whose states no record is to hold."""
+    alone = [row for row in rows if row.count == 1 and row.request.recording.tap_log is None]
+    return len(alone) == len(rows)
+
+
 def leave_out(round: Round) -> None:
     """Leave out the logits of what turned out not to be usable."""
     if sum(map(len, round.drafted.chains)) == sum(round.sizes):

@@ -212,6 +212,12 @@ class EngineCollector(Collector):
             ("lost", counts.lost, "Round records that a killed writer had not written yet."),
         ):
             yield self._counter(f"draftsmith_records_{name}", text, number)
+        yield self._counter(
+            "draftsmith_requests_untapped",
+            "Recorded requests whose hidden states have a hole, so that a draft that reads them "
+            "cannot learn from the rest without the target.",
+            self.engine.recorder.num_untapped,
+        )
         text = "Of sampled requests with a seed, which are neither learned from nor measured: "
         yield self._counter(
             "draftsmith_seeded_requests", f"{text}requests that ended.", stats.num_seeded_requests

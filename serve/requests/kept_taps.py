@@ -93,6 +93,12 @@ def reads_taps(request: Request) -> bool:
     return request.k > 0 and not request.draft.lost_taps
 
 
+def wants_taps(request: Request) -> bool:
+    """True when the taps of the request's tokens are of use to its draft or to its records."""
+    log = request.recording.tap_log
+    return reads_taps(request) or (request.k > 0 and log is not None and not log.is_full)
+
+
 def keep_taps(request: Request, taps: torch.Tensor, begin: int, count: int) -> None:
     """Keep the request's share `taps[begin : begin + count]` of a pass, until its drafter has
     consumed it."""

@@ -123,6 +123,11 @@ class Distributions(Sequence[Distribution]):
         """True where the first holds a token."""
         return bool(np.isfinite(self._arrays.logprobs[self._begin : self._end][:1]).any())
 
+    def copied(self) -> Distributions:
+        """These alone: a part keeps the arrays of all positions that it was read with."""
+        arrays = ProbArrays(*(None if one is None else one.copy() for one in self.arrays))
+        return Distributions(arrays, 0, len(self))
+
     def __len__(self) -> int:
         return self._end - self._begin
 
@@ -144,6 +149,14 @@ class Distributions(Sequence[Distribution]):
             float(log_norms[positions]),
             None if np.isnan(drafted) else drafted,
         )
+
+
+class RecordedTaps(NamedTuple):
+    """Hidden states of the target at n consecutive positions of a text."""
+
+    layers: tuple[int, ...]  # raw ids, as `drafters/target/taps.py` counts them
+    begin: int  # position of the first state
+    values: np.ndarray  # [n, len(layers) * H] uint16, the bits of bfloat16
 
 
 @dataclass(slots=True)
@@ -206,7 +219,14 @@ class RoundRecord(SharedFields):
     p: Sequence[Distribution] = field(default_factory=list)
     # the distribution the draft token was sampled from; one-hot for deterministic drafts
     q: Sequence[Distribution] = field(default_factory=list)
+    # the target's states of the text up to here that no record before holds; None where the server
+    # records none, and behind the positions at which it does
+    taps: RecordedTaps | None = None
     schema: int = SCHEMA_VERSION
+
+    @property
+    def tap_bytes(self) -> int:
+        return 0 if self.taps is None else self.taps.values.nbytes
 
 
 @dataclass(slots=True)
@@ -240,6 +260,7 @@ class RoundRow(NamedTuple):
     committed: Sequence[int] = ()
     emitted: int = UNLOGGED
     last: bool = False
+    taps: RecordedTaps | None = None
     place: int = -1  # of its logits among the round's rows; -1: it has no p and q
 
     def record(self, time_s: float) -> RoundRecord:
@@ -255,6 +276,7 @@ class RoundRow(NamedTuple):
             committed=list(self.committed),
             emitted=self.emitted,
             last=self.last,
+            taps=self.taps,
         )
 
 
@@ -313,6 +335,7 @@ class SinkCounts(NamedTuple):
     written: int = 0
     dropped: int = 0  # for lack of room, or refused
     lost: int = 0  # with a writer that was killed
+    untapped: int = 0  # that lost their hidden states alone
 
 
 class Sink(Protocol):

@@ -70,7 +70,7 @@ assert unread_bytes(folder, folder.names()) >= 0 and any(name.startswith("reader
 
 # Retention: read ones first, and unread ones only for room.
 kept = retain(folder, reader.cursor, max_bytes=1 << 30, max_age_s=-1)
-assert kept and folder.shards() == []
+assert kept.deleted and kept.unread == 0 and folder.shards() == []
 for writer in writers:
     writer.close()
 

@@ -109,7 +109,7 @@ def room(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFacto
     options = DraftLmOptions(num_layers=1, hidden_size=32)
     lm = FAMILIES["draft-lm"].create(options, loop.target, seed=0)
     checkpoint.save(lm, root / "lm-draft", loop.target)
-    loop.serve(24)
+    loop.serve(24, record_taps=64)
     for parent in (None, 1):
         loop.publish(checkpoint.load(root / "draft", loop.target), parent=parent)
     write_foreign(root / "foreign", loop.target.tokenizer())

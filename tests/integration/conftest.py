@@ -234,11 +234,21 @@ class Loop:
         return Path(self.config.versions)
 
     def serve(
-        self, count: int, *, seed: int = 0, version: int = 1, folder: Path | None = None
+        self,
+        count: int,
+        *,
+        seed: int = 0,
+        version: int = 1,
+        folder: Path | None = None,
+        record_taps: int = 0,
     ) -> float:
         """Accepted share of the offered tokens. `folder` is served under the name of `version`."""
         self.record(
-            folder or self.root / "draft", self.prompts(count, seed), seed=seed, version=version
+            folder or self.root / "draft",
+            self.prompts(count, seed),
+            seed=seed,
+            version=version,
+            record_taps=record_taps,
         )
         records = [
             one

@@ -20,6 +20,7 @@ from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.state import StateFolder
 from draftsmith.drafters import versions
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from tests.forked import Forked, cli
 from tests.integration.conftest import learner_of
@@ -52,6 +53,30 @@ def test_learning_from_traffic_raises_live_acceptance(
     assert abs(after - accepted["alpha_candidate"]) < 0.06
     assert daemon.run(made.config) == 0
     assert made.status()["rolled_back"] == 0
+
+
+def test_a_draft_lm_learns_from_records_alone(
+    loop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target is neither loaded nor run."""
+    made = loop("draft-lm")
+    made.serve(16)
+    learn = replace(made.config.learn, teacher="recorded", steps=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(Target, "load", None)
+        patched.setattr(Target, "states", None)
+        gate = replace(made.config.gate, requests=3)
+        assert daemon.run(replace(made.config, learn=learn, gate=gate)) == 0
+    status = made.status()
+    assert status["teacher"] == "recorded" and status["updates"] >= 1
+    positions = status["positions_trained"], status["positions_masked"]
+    assert min(positions) > 0
+    (first, *_) = made.decisions()
+    assert first["requests"] >= 3
+    # Totals since the first start.
+    assert daemon.run(replace(made.config, learn=learn, gate=gate)) == 0
+    status = made.status()
+    assert (status["positions_trained"], status["positions_masked"]) == positions
 
 
 def test_no_more_updates_than_max_updates_are_made(loop: Callable[..., Any]) -> None:

@@ -180,6 +180,9 @@ def test_what_other_commands_cannot_offload_is_refused(
         generate.run(kept, none_written)
     with pytest.raises(UserError, match=here):
         distill.run(replace(config, target_offload="cpu"))
+    recorded = replace(config, learn=replace(config.learn, teacher="recorded"))
+    with pytest.raises(UserError, match=r"learn\.teacher=recorded no target is loaded"):
+        distill.run(replace(recorded, target_offload="disk"))
 
 
 def test_adapters_and_quantised_models_are_refused(

@@ -188,7 +188,11 @@ def test_weights_that_are_no_numbers_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({"redact": "no_such_module:mask", "ngram": True}, "no_such_module")]
+    ("options", "says"),
+    [
+        ({"record_taps": 8, "ngram": True}, "record_taps"),
+        ({"redact": "no_such_module:mask", "ngram": True}, "no_such_module"),
+    ],
 )
 def test_an_engine_that_cannot_be_built_leaves_no_writer_behind(
     options: dict[str, Any], says: str, tiny_target: Callable[..., str], tmp_path: Path

@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.distill.buffer.record_table import from_table, to_table
 from draftsmith.distill.buffer.traffic import stitch
-from draftsmith.distill.gate.scoring import positions_of
+from draftsmith.distill.gate.logged import positions_of
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import Eagle3Options

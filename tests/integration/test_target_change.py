@@ -16,7 +16,7 @@ import torch
 
 from draftsmith.distill import command as daemon
 from draftsmith.distill.config import GateConfig, LearnConfig
-from draftsmith.distill.gate.drift import Drift
+from draftsmith.distill.version_lifecycle import LiveVersion
 from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.target.target import Target
 from draftsmith.fleet.rl import PolicyRevisions
@@ -178,7 +178,7 @@ def test_rounds_of_earlier_weights_are_texts_and_no_evidence(
         return cycle(self)
 
     monkeypatch.setattr(daemon.Daemon, "cycle", change_then_cycle)
-    monkeypatch.setattr(Drift, "observe", lambda self, text, version: evidence.append(text))
+    monkeypatch.setattr(LiveVersion, "look_for_drift", lambda self, text: evidence.append(text))
     daemon.run(site.config)
     status = site.status()
     assert status["earlier"] > 0 == status["foreign"] and len(evidence) == 8

@@ -58,8 +58,8 @@ class TargetOutline(Target):
     def _input_table(self) -> torch.Tensor:
         if not shares_embeddings(self):
             raise UserError(
-                f"target {self.name!r} does more than look its input tokens up in a table; give a "
-                "draft with a table of its own"
+                f"target {self.name!r} does more than look its input tokens up in a table, which "
+                "learn.teacher=recorded cannot do for the draft; give learn.teacher=live"
             )
         return self._table_of(PreTrainedModel.get_input_embeddings)
 
@@ -134,8 +134,8 @@ def read_table(
     whole = module_of(load_model(path, trust_remote_code=trust_remote_code)).weight
     if not whole.is_floating_point():
         raise UserError(
-            f"table {name!r} of target {path!r} is quantised, and is read as it is; give the "
-            "target that was quantised"
+            f"table {name!r} of target {path!r} is quantised, and learn.teacher=recorded reads it "
+            "as it is; give learn.teacher=live"
         )
     return whole.detach().clone()
 

@@ -158,6 +158,7 @@ class World:
         self.target, self.root = target, folder / "versions"
         self.log = io.StringIO()
         self.daemon = Daemon(config, Status(self.root, self.log), Throttle(1.0, threading.Event()))
+        # the daemon's own target may be an outline, which cannot serve
         live = checkpoint.load(
             versions.folder_of(self.root, self.live), target, dtype=torch.float32
         )

@@ -69,7 +69,7 @@ def check_of(name: str, stream: EvidenceStream, config: AuditConfig) -> Check:
 
 
 def notes_of(found: Look) -> list[str]:
-    notes = [f"{found.records} records"]
+    notes = [f"{found.records} records in {found.shards} shards"]
     notes += [f"left out: {count} {reason}" for reason, count in found.monitor.left_out.items()]
     if found.seeded:
         notes.append(f"left out: {found.seeded} records of seeded requests")

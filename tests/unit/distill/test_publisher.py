@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from draftsmith.distill.config import DistillConfig, DriftConfig
+from draftsmith.distill.config import DistillConfig, DriftConfig, RetentionConfig
 from draftsmith.distill.gate.drift import Drift
 from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.publisher import Publisher
@@ -132,6 +132,19 @@ def test_a_spoilt_current_file_without_versions_is_a_beginning(
     shutil.move(versions.folder_of(root, 1), draft)
     (root / versions.CURRENT).write_bytes(b"")
     assert Publisher(root, draft, target).version == versions.latest(root) == 1
+
+
+def test_the_version_that_a_rollback_left_is_not_pruned(
+    made: Callable[..., Publisher], target: Target
+) -> None:
+    publisher = made(*[target.revision] * 6)
+    config = DistillConfig(
+        target="", draft="", buffer="", versions="", retention=RetentionConfig(versions=1)
+    )
+    live = Mock(publisher=publisher)
+    live.watch.displaced.version = 3
+    VersionLifecycle(live, Mock(), Mock(config=config)).prune()
+    assert versions.versions(publisher.root) == [1, 3, 5, 6]
 
 
 def test_decisions_without_a_promotion_bring_a_hint(

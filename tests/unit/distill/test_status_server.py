@@ -11,8 +11,10 @@ import httpx
 import pytest
 
 from draftsmith.client import parse
-from draftsmith.distill.status import TOTALS, Status, StatusCollector, serve_metrics
+from draftsmith.distill.state import TOTALS
+from draftsmith.distill.status import Status, StatusCollector
 from draftsmith.errors import UserError
+from draftsmith.served_metrics import serve_metrics
 
 
 class FullDisk(io.StringIO):
@@ -44,9 +46,9 @@ def test_a_learner_that_ends_leaves_word(tmp_path: Path) -> None:
 
 def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
     status = Status(tmp_path, io.StringIO())
-    port, close = serve_metrics(StatusCollector(status), "127.0.0.1", 0)
+    server = serve_metrics(StatusCollector(status), "127.0.0.1", 0)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}") as http:
             assert "draftsmith_learner" not in http.get("/metrics").text
             for updates in (3, 4):
                 status.show(
@@ -69,7 +71,7 @@ def test_the_status_is_served_as_it_is_now(tmp_path: Path) -> None:
                     "draftsmith_learner_alpha_training"
                 )
     finally:
-        close()
+        server.close()
     assert "updates" in TOTALS and "window" not in TOTALS
 
 

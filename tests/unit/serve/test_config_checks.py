@@ -52,6 +52,16 @@ def test_an_engine_is_not_made_of(options, words):
         ({"drain_s": -1.0}, "'drain_s' is -1"),
         ({"log_stats_s": NAN}, "'log_stats_s' is nan"),
         ({"learn_share": 0.0}, "'learn_share' is 0"),
+        ({"record_taps": -1}, "'record_taps' is -1"),
+        ({"record_taps": 64}, "record_taps 64 is given without learn"),
+        (
+            {"record_taps": 64, "learn": "b", "learn_distributions": False},
+            "record_taps 64 is given with no-learn-distributions",
+        ),
+        (
+            {"record_taps": 64, "learn": "b", "redact": "m:f"},
+            "record_taps 64 is given with redact m:f",
+        ),
         ({"port": 65536}, "'port' is 65536"),
         ({"api_key": ("right", " ")}, "api_key is empty"),
         ({"draft_dtype": "bfloat16"}, "draft_dtype is given without a draft"),
@@ -85,10 +95,12 @@ def resolve(*words: str) -> ServeConfig:
 def test_a_server_is_the_same_by_flags_and_by_a_file(tmp_path):
     words = (
         "--target t --draft d --lora a=b c=d --k auto --max-length 99 --no-prefix-cache --learn b "
+        "--record-taps 64 "
         "--api-key x y --port 0 --suffix --suffix-max-cached-requests 3"
     )
     config, path = resolve(*words.split()), tmp_path / "serve.yaml"
     assert (config.api_key, config.max_length, config.prefix_cache) == (("x", "y"), 99, False)
+    assert config.engine_config().record_taps == 64
     path.write_text(yaml.safe_dump(to_dict(config)))
     assert resolve(str(path)) == config
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import datasets
 import fsspec
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -22,7 +23,7 @@ from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import Shard, ShardFolder, parse, retain
 from draftsmith.errors import UserError
-from draftsmith.record import Distribution, RoundRecord
+from draftsmith.record import Distribution, RecordedTaps, RoundRecord
 from tests.round_records import file_of, round_record
 from tests.waiting import wait_until
 
@@ -111,6 +112,29 @@ def test_an_object_store_that_is_not_reached_is_waited_out(
     assert (writer.written, writer.dropped) == (1, 0)
     assert len(BufferReader("memory://unreachable-test").read().records) == 1
     store.rm("/unreachable-test", recursive=True)
+
+
+def test_states_beyond_their_bound_are_left_out_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that refuses costs memory up to the bound, then states, then requests."""
+
+    def refuse(self: ShardFolder, name: str, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ShardFolder, "write", refuse)
+    values = np.zeros((4, 8), dtype=np.uint16)
+    monkeypatch.setattr(buffer_module, "MAX_TAP_BYTES", 3 * values.nbytes)
+    writer = BufferWriter(str(tmp_path), flush_s=0.01)
+    assert writer.share == 1.0
+    for number in range(5):
+        writer.put(record(number=number, taps=RecordedTaps((1,), 4 * number, values)))
+    assert (writer.untapped, writer.dropped, writer.share) == (2, 0, 0.0)
+    monkeypatch.undo()
+    writer.close()
+    assert writer._tap_bytes == 0
+    read = BufferReader(str(tmp_path), with_taps=True).read().records
+    assert [one.tap_bytes for one in read] == [64, 64, 64, 0, 0]
 
 
 def test_record_that_arrow_refuses_costs_only_itself(tmp_path: Path) -> None:
@@ -233,11 +257,11 @@ def test_retention_takes_read_shards_first_and_unread_only_for_size(tmp_path: Pa
     folder = ShardFolder(str(tmp_path))
     present = folder.shards()
     cursor = {writer.writer: 2}
-    assert retain(folder, cursor, max_bytes=1 << 30, max_age_s=3600) == []
+    assert retain(folder, cursor, max_bytes=1 << 30, max_age_s=3600).deleted == []
     aged = retain(folder, cursor, max_bytes=1 << 30, max_age_s=-1)
-    assert [shard.number for shard in aged] == [0, 1, 2]
+    assert [shard.number for shard in aged.deleted] == [0, 1, 2] and aged.unread == 0
     squeezed = retain(folder, cursor, max_bytes=present[-1].bytes + 1, max_age_s=3600)
-    assert [shard.number for shard in squeezed] == [3, 4]
+    assert [shard.number for shard in squeezed.deleted] == [3, 4] and squeezed.unread == 2
     reader = BufferReader(str(tmp_path), cursor)
     assert [one.round for one in reader.read().records] == [5]
 

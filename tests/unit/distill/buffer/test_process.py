@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,14 @@ from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.process import ProcessWriter, WriterJob
 from draftsmith.kernels.sampling.logged import LoggedRound
-from draftsmith.record import RecordedRound, RecordHead, RoundRecord, RoundRow, SinkCounts
+from draftsmith.record import (
+    RecordedRound,
+    RecordedTaps,
+    RecordHead,
+    RoundRecord,
+    RoundRow,
+    SinkCounts,
+)
 from draftsmith.shared_ring import Ring
 from tests.waiting import wait_until
 
@@ -33,7 +41,7 @@ HEAD = RecordHead(
     temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, share=1.0, rule="chain", engine="",
     sampler="",
 )  # fmt: skip
-PLAIN = RoundRow(HEAD, 0, 4, [1, 2], [], 0, [], -1, last=False, place=-1)
+PLAIN = RoundRow(HEAD, 0, 4, [1, 2], [], 0, [], -1, last=False, taps=None, place=-1)
 
 
 def plain(number: int = 0, request: str = "a-0", **changes: Any) -> RecordedRound:
@@ -53,7 +61,7 @@ def round_of(
     rows = [
         RoundRow(
             dataclasses.replace(HEAD, request=f"{'abcdefgh'[index]}-0", temperature=temperature),
-            number, 4, [1, 2], TOKENS, 1, [3, 9], 9, last=False, place=index,
+            number, 4, [1, 2], TOKENS, 1, [3, 9], 9, last=False, taps=None, place=index,
         )._replace(**changes)
         for index in range(count)
     ]  # fmt: skip
@@ -86,11 +94,12 @@ def write(sink: ProcessWriter, **job: Any) -> None:
 
 
 def read(folder: Path) -> list[RoundRecord]:
-    return BufferReader(str(folder)).read().records
+    return BufferReader(str(folder), with_taps=True).read().records
 
 
 def rounds() -> list[RecordedRound]:
-    penalty, beside = round_of(3, number=3, seed=2), round_of(1, number=4, seed=3)
+    taps = RecordedTaps((1, 3), 2, np.arange(12, dtype=np.uint16).reshape(3, 4))
+    penalty, tapped = round_of(3, number=3, seed=2), round_of(1, number=4, taps=taps, seed=3)
     shorter = round_of(3, number=5, seed=4)
     return [
         round_of(3),
@@ -100,7 +109,7 @@ def rounds() -> list[RecordedRound]:
         penalty._replace(
             rows=[row._replace(place=-1 if row.place == 1 else row.place) for row in penalty.rows]
         ),
-        beside._replace(rows=[*plain(4).rows, *beside.rows]),
+        tapped._replace(rows=[*plain(4, taps=taps).rows, *tapped.rows]),
         # Two drafted tokens in the first row, whose logits are two rows and the third's behind it.
         RecordedRound(
             [shorter.rows[0]._replace(drafted=TOKENS[:2]), shorter.rows[2]],
@@ -136,7 +145,11 @@ def same_records(one: RoundRecord, same: RoundRecord) -> None:
     assert [len(one.p), len(one.q)] == [len(same.p), len(same.q)]
     for part, twin in ((one.p, same.p), (one.q, same.q)):
         assert list(part) == list(twin)
-    bare = [dataclasses.replace(each, p=[], q=[]) for each in (one, same)]
+    assert (one.taps is None) == (same.taps is None)
+    if one.taps is not None and same.taps is not None:
+        assert one.taps[:2] == same.taps[:2]
+        np.testing.assert_array_equal(one.taps.values, same.taps.values)
+    bare = [dataclasses.replace(each, p=[], q=[], taps=None) for each in (one, same)]
     assert bare[0] == bare[1]
 
 
@@ -155,6 +168,16 @@ def test_a_full_ring_takes_reduced_rows_then_none_and_waits_for_nothing(
     records = read(tmp_path / "buffer")
     assert [len(one.p[0].ids) for one in records] == [64, 64]
     assert small.share == 1.0 and small.counts == SinkCounts(written=2, dropped=10)
+
+
+def test_states_without_room_are_left_out_before_records_are(
+    sink: Callable[..., ProcessWriter], tmp_path: Path
+) -> None:
+    small = sink(capacity=8192)
+    put(small, [plain(taps=RecordedTaps((1,), 0, np.zeros((64, 256), np.uint16)))])
+    write(small)
+    assert small.counts == SinkCounts(written=1, untapped=1)
+    assert [one.taps for one in read(tmp_path / "buffer")] == [None]
 
 
 def test_tokens_alone_and_masked_texts(

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.record_table import STEPS, from_table, to_table
 from draftsmith.kernels.sampling.top_tokens import top_probs
-from draftsmith.record import SCHEMA_VERSION, Distribution, Distributions, ProbArrays, RoundRecord
+from draftsmith.record import (
+    SCHEMA_VERSION,
+    Distribution,
+    Distributions,
+    ProbArrays,
+    RecordedTaps,
+    RoundRecord,
+)
 from tests.round_records import file_of
 
 BASE = RoundRecord(
@@ -158,6 +165,25 @@ def test_records_of_another_schema_are_refused() -> None:
         from_table(to_table([record(), record(schema=SCHEMA_VERSION + 1)]))
     with pytest.raises(ValueError, match="lacks column 'sampler'"):
         from_table(to_table([record()]).drop_columns(["sampler"]))
+
+
+def states(*, begin: int = 0, seed: int = 0) -> RecordedTaps:
+    values = np.random.default_rng(seed).integers(0, 2**16, (3, 8), dtype=np.uint16)
+    return RecordedTaps((1, -1), begin, values)
+
+
+def test_states_come_back_to_the_bit_and_are_left_unread_where_nobody_needs_them() -> None:
+    records = [record(taps=states()), record(round=1), record(round=2, taps=states(begin=3))]
+    data = io.BytesIO(file_of(records))
+    back = from_table(record_table.read(data))
+    assert back[1].taps is None and back[1].tap_bytes == 0
+    for index, begin in ((0, 0), (2, 3)):
+        found = back[index].taps
+        assert (found.layers, found.begin) == ((1, -1), begin)
+        assert found.values.dtype == np.uint16
+        np.testing.assert_array_equal(found.values, states().values)
+        assert back[index].tap_bytes == 48
+    assert not any(one.taps for one in from_table(record_table.read(data, with_taps=False)))
 
 
 def test_a_position_takes_half_a_kilobyte() -> None:

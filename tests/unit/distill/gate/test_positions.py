@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from draftsmith.distill.buffer.traffic import stitch
-from draftsmith.distill.gate.scoring import DraftedPositions, Position, logged_arrays, positions_of
+from draftsmith.distill.gate.logged import DraftedPositions, LoggedPosition, Position, positions_of
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.record import Distribution
 from tests.round_records import round_record
@@ -44,7 +43,7 @@ def position(row: int, begin: int, depth: int) -> Position:
         position=begin, drafted=[1, 1], accepted=2, committed=[1, 1],
         p=[Distribution([], [], 1.0)] * 2,
     )  # fmt: skip
-    return Position(row, record, depth)
+    return Position(row, LoggedPosition(record, depth))
 
 
 def test_each_position_is_read_at_its_depth() -> None:
@@ -58,8 +57,8 @@ def test_each_position_is_read_at_its_depth() -> None:
         assert drafted.is_drafted.tolist() == [True, True, True, True, False, False]
         wanted = torch.stack(
             [
-                draft.heads[one.depth]
-                @ draft.hidden[one.depth, one.row, one.absolute - 1 - one.depth]
+                draft.heads[one.logged.depth]
+                @ draft.hidden[one.logged.depth, one.row, one.absolute - 1 - one.logged.depth]
                 for one in positions[:4]
             ]
         )
@@ -78,14 +77,3 @@ def test_accepted_tokens_that_the_end_of_an_answer_trims_off_are_no_positions() 
     assert text is not None and len(text.tokens) == 4
     found = positions_of(text, 0, max_depth=3, max_length=100)
     assert [one.absolute for one in found] == [3, 4]
-
-
-def test_what_is_logged_belongs_to_its_depth() -> None:
-    kept = [Distribution([token], [0.0], 0.0) for token in (5, 6)]
-    both = round_record(drafted=[1, 1], committed=[1, 1], p=kept)
-    wide = round_record(drafted=[1], committed=[1], p=[Distribution([7, 8], [-1.0, -1.5], 0.0)])
-    tailed = round_record(drafted=[1], committed=[1], p=[Distribution([], [], 1.0)])
-    chosen = [(tailed, 0), (both, 0), (wide, 0), (both, 1)]
-    known = logged_arrays([Position(0, one, depth) for one, depth in chosen])
-    assert known.ids[1:, 0].tolist() == [5, 7, 6] and known.ids[2, 1] == 8
-    assert not np.isfinite(known.logprobs[0]).any() and known.tail[0] == 1

@@ -138,12 +138,17 @@ def named(texts: Sequence[ServedText], sampler: str) -> list[ServedText]:
 
 
 def watched(
-    world: World, texts: Sequence[ServedText], *, live: str = "live", earlier: str = "bad"
+    world: World,
+    texts: Sequence[ServedText],
+    *,
+    live: str = "live",
+    earlier: str = "bad",
+    is_displaced: bool = False,
 ) -> Watched:
     """Looks as texts come, until there is a reason."""
     config, evidence = GateConfig(), Ledger()
     scorer = world.scorer(live)
-    held_to = [Earlier(1, world.scorer(earlier), config.drop)]
+    held_to = [Earlier(1, world.scorer(earlier), config.drop, is_displaced)]
     for end in range(config.requests, len(texts) + 1, config.requests):
         window = texts[max(0, end - config.window) : end]
         found = watch(scorer, held_to, window, config, version="2", max_depth=K, evidence=evidence)
@@ -197,6 +202,16 @@ def test_a_good_version_served_greedily_stays_and_a_worse_one_goes_back(world: W
     worse = serve(world, "bad", 96, sampler="greedy")
     found = watched(world, worse, live="bad", earlier="better")
     assert "the alpha of version 1" in found.reason and found.version == 1
+    assert found.is_outdone and not wrong.is_outdone
+
+
+def test_a_version_that_a_rollback_left_is_returned_to_for_its_score_alone(world: World) -> None:
+    """It is no ancestor that a version served wrongly would go back to."""
+    texts = serve(world, "bad", 96, sampler="greedy")
+    wrong = watched(world, texts, is_displaced=True)
+    assert "served alpha" in wrong.reason and wrong.version is None
+    found = watched(world, texts, live="bad", earlier="better", is_displaced=True)
+    assert found.version == 1 and found.is_outdone
 
 
 def test_mixed_traffic_is_judged_record_by_record(world: World) -> None:

@@ -119,7 +119,7 @@ class World:
                 for depth in range(min(one.accepted + 1, K))
             ]
             alpha = np.full(len(kept), self.level(text.request, draft))
-            found.append(Scored(alpha, np.array(kept, dtype=np.float64), True))
+            found.append(Scored(alpha, np.array(kept, dtype=np.float64), True, alpha))
         return found
 
     def judged(self, update: Update, config: GateConfig, target: Target) -> Ended:

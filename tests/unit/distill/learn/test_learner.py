@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText
+from draftsmith.distill.buffer.traffic import ServedText, newest_within
 from draftsmith.distill.gate.scoring import score_drafters
 from draftsmith.distill.learn.learner import Reservoir
 from draftsmith.drafters.target.target import Target
+from draftsmith.record import RecordedTaps
 
 
 @pytest.fixture
@@ -106,3 +108,21 @@ def test_reservoir_is_a_fair_sample_without_distributions(served: list[ServedTex
     # 12 cells of a binomial with variance np(1-p); 5 standard deviations.
     assert np.abs(counts - expected).max() < 5 * np.sqrt(200 * (1 / 3) * (2 / 3))
     assert all(not record.p and not record.q for text in reservoir.texts for record in text.records)
+
+
+def test_states_of_the_texts_kept_stay_within_their_bytes(served: list[ServedText]) -> None:
+    def tapped(text: ServedText, rows: int) -> ServedText:
+        values = np.zeros((rows, 8), dtype=np.uint16)
+        first = replace(text.records[0], taps=RecordedTaps((1,), 0, values))
+        return replace(text, records=[first, *text.records[1:]])
+
+    rng = random.Random(0)
+    texts = [tapped(one, 2 + number % 3) for number, one in enumerate(served)]
+    reservoir = Reservoir(8, keeps_p=True, tap_bytes=160)
+    for text in texts:
+        reservoir.add(text, rng)
+        assert 0 < sum(one.tap_bytes for one in reservoir.texts) <= 160
+    assert len(reservoir.texts) >= 2
+    reservoir.arrived(texts)
+    assert [one.request for one in reservoir.latest] == [one.request for one in texts[-3:]]
+    assert newest_within(texts, 31) == [] and newest_within(served, 0) == served

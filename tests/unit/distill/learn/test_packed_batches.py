@@ -11,16 +11,25 @@ import pytest
 import torch
 
 from draftsmith.distill.config import LearnConfig, LearnUnroll
-from draftsmith.distill.learn import learner as learning
-from draftsmith.distill.learn.learner import CandidateOptimizer, arranged, batch_of, trained
+from draftsmith.distill.learn import teachers
+from draftsmith.distill.learn.learner import CandidateOptimizer, trained
+from draftsmith.distill.learn.teachers import (
+    DraftedSpan,
+    LearningBatch,
+    LearningRow,
+    LiveTeacher,
+    RecordedTeacher,
+)
 from draftsmith.distill.learn.text_states import TextStates
-from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.kernels.sampling.top_tokens import top_probs
+from draftsmith.record import Distribution, RecordedTaps
 from draftsmith.train.data.roles import TrainedRow
-from draftsmith.train.objective.teacher import LiveSource, TargetSource
+from draftsmith.train.objective.outline import load_outline
 from tests.noise import noisy
+from tests.round_records import round_record
 
 LENGTHS = (17, 5, 2, 30, 9, 1, 12, 30, 8)
 FAMILIES_HERE = ("eagle3", "draft-lm", "dflash", "medusa")
@@ -48,18 +57,33 @@ def texts() -> list[TrainedRow]:
     return rows
 
 
-def found(drafter: torch.nn.Module, source: TargetSource, batch: TextBatch) -> list[torch.Tensor]:
+def recorded(row: TrainedRow, target: Target, layers: tuple[int, ...]) -> LearningRow:
+    """The text as one round, whose record lacks the states of the last five positions."""
+    ids = torch.tensor([row.tokens])
+    taps, hidden = target.states(ids, torch.ones_like(ids), layers)
+    top = top_probs(target.head(hidden[0]), 16)
+    known = max(1, len(row.tokens) - 5)
+    bits = taps[0, :known].to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    record = round_record(
+        context=row.tokens[:1], drafted=row.tokens[1:], accepted=len(row.tokens) - 1,
+        committed=row.tokens[1:], emitted=0, taps=RecordedTaps(layers, 0, bits),
+        p=[Distribution(*(part[at].tolist() for part in top)) for at in range(len(row.tokens) - 1)],
+    )  # fmt: skip
+    return LearningRow(row, [DraftedSpan(record, 0, len(record.committed))], [record])
+
+
+def found(drafter: torch.nn.Module, batch: LearningBatch) -> list[torch.Tensor]:
     """Loss, trained weight of each step, and every gradient."""
     config = LearnConfig(unroll=LearnUnroll(steps=3), dtype="float32")
-    text = replace(batch, weights=batch.weights.double())
-    unrolled = CandidateOptimizer(drafter, source, config).unrolled(text)
+    text = replace(batch.text, weights=batch.text.weights.double())
+    unrolled = CandidateOptimizer(drafter, config).unrolled(batch._replace(text=text))
     gradients = torch.autograd.grad(
         unrolled.total, list(trained(drafter).values()), allow_unused=True, materialize_grads=True
     )
     return [unrolled.total.detach(), unrolled.sums.weight, unrolled.sums.alpha, *gradients]
 
 
-def alone(rows: Sequence[TrainedRow]) -> list[list[int]]:
+def alone(rows: Sequence[LearningRow]) -> list[list[int]]:
     return [[at] for at in range(len(rows))]
 
 
@@ -70,34 +94,51 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float)
     )
 
 
+@pytest.mark.parametrize("kind", ["live", "recorded"])
 @pytest.mark.parametrize("family", FAMILIES_HERE)
 def test_packed_rows_train_what_padded_ones_do(
-    exact: Target, monkeypatch: pytest.MonkeyPatch, family: str
+    tiny_target: Callable[..., str],
+    exact: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    kind: str,
 ) -> None:
-    drafter, source = drafter_of(family, exact), LiveSource(exact, TextStates(exact, 1 << 30))
-    packed = batch_of(texts(), exact.device)
-    monkeypatch.setattr(learning, "arranged", alone)
-    padded = batch_of(texts(), exact.device)
-    assert packed.segments is not None and padded.segments is None
-    assert int((packed.weights > 0).sum()) == int((padded.weights > 0).sum()) > 40
-    assert packed.input_ids.numel() < 0.6 * padded.input_ids.numel()
-    ours, theirs = found(drafter, source, packed), found(drafter, source, padded)
-    assert same(ours, theirs, 1e-9)
+    drafter = drafter_of(family, exact)
+    if kind == "live":
+        teacher = LiveTeacher(exact, TextStates(exact, 1 << 30))
+        rows = [LearningRow(row, []) for row in texts()]
+    else:
+        outline = load_outline(tiny_target("llama"), trust_remote_code=False)
+        teacher = RecordedTeacher(outline, drafter.taps)
+        rows = [recorded(row, exact, drafter.taps or (1,)) for row in texts()]
+    packed = teacher.batch(rows)
+    monkeypatch.setattr(teachers, "arranged", alone)
+    padded = teacher.batch(rows)
+    assert packed.text.segments is not None and padded.text.segments is None
+    assert (packed.tokens, packed.masked) == (padded.tokens, padded.masked)
+    assert packed.tokens > 40 and (packed.masked > 0) == (kind == "recorded" and drafter.taps != ())
+    assert packed.text.input_ids.numel() < 0.6 * padded.text.input_ids.numel()
+    # Stored distributions and states are float32 and bfloat16, alike in both.
+    tolerance = 1e-9 if kind == "live" else 1e-6
+    ours, theirs = found(drafter, packed), found(drafter, padded)
+    assert same(ours, theirs, tolerance)
     # Negative control: texts that saw each other.
-    mixed = replace(packed, segments=None)
-    assert not same(found(drafter, source, mixed), theirs, 1e-3)
+    mixed = packed._replace(text=replace(packed.text, segments=None))
+    assert not same(found(drafter, mixed), theirs, 1e-3)
 
 
 def test_each_text_of_a_packed_row_has_the_states_of_a_pass_of_its_own(exact: Target) -> None:
-    rows = texts()
+    rows = [LearningRow(row, []) for row in texts()]
     states = TextStates(exact, 1 << 30)
-    batch = batch_of(rows, exact.device)
-    taps, hidden = states.states(batch.input_ids, batch.attention_mask, (1, 2), batch.segments)
+    batch = LiveTeacher(exact, states).batch(rows)
+    taps, hidden = states.states(
+        batch.text.input_ids, batch.text.attention_mask, (1, 2), batch.text.segments
+    )
     assert taps is not None and states.num_read == len(rows)
-    for places, tapped, last in zip(arranged(rows), taps, hidden, strict=True):
+    for places, tapped, last in zip(teachers.arranged(rows), taps, hidden, strict=True):
         begin = 0
         for at in places:
-            ids = torch.tensor([rows[at].tokens])
+            ids = torch.tensor([rows[at].row.tokens])
             end = begin + ids.shape[1]
             both = exact.states(ids, torch.ones_like(ids), (1, 2))
             assert torch.equal(tapped[begin:end], both[0][0])

@@ -17,10 +17,9 @@ from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.rehearsal import rehearsal_of
-from draftsmith.drafters.interface import TextBatch
+from draftsmith.distill.learn.teachers import LearningBatch, LearningRow
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.train.data.roles import TrainedRow
 
 PROMPT, ANSWER = 3, 5
 ALL = GateConfig(held_out_by="request")  # holds out no prompt
@@ -50,22 +49,22 @@ def served(served_texts: Callable[[int], list[ServedText]]) -> list[ServedText]:
 
 def learner_of(
     target: Target, drafter: torch.nn.Module, config: LearnConfig
-) -> tuple[Learner, list[Sequence[TrainedRow]]]:
+) -> tuple[Learner, list[Sequence[LearningRow]]]:
     """A learner, and the rows of its batches as they come."""
     rehearsal = rehearsal_of(config, target, gate=ALL, seed=0)
     learner = Learner(drafter, target, config, seed=0, rehearsal=rehearsal)
-    batch, seen = learner.batch, []
+    batch, seen = learner.teacher.batch, []
 
-    def seeing(rows: Sequence[TrainedRow]) -> TextBatch:
+    def seeing(rows: Sequence[LearningRow]) -> LearningBatch:
         seen.append(rows)
         return batch(rows)
 
-    learner.batch = seeing
+    learner.teacher.batch = seeing
     return learner, seen
 
 
-def rehearsed(rows: Sequence[TrainedRow]) -> list[TrainedRow]:
-    return [row for row in rows if row.tokens[1] == MARK]
+def rehearsed(rows: Sequence[LearningRow]) -> list[LearningRow]:
+    return [one for one in rows if one.row.tokens[1] == MARK]
 
 
 def test_a_share_of_every_batch_is_rehearsed_in_place_of_older_traffic(
@@ -82,8 +81,8 @@ def test_a_share_of_every_batch_is_rehearsed_in_place_of_older_traffic(
     later = seen[4:]
     fresh = {tuple(text.tokens) for text in served[6:]}
     assert all(len(rows) == 8 for rows in later)
-    assert all(sum(tuple(row.tokens) in fresh for row in rows) == 2 for rows in later)
-    row, *_ = rehearsed(later[0])
+    assert all(sum(tuple(one.row.tokens) in fresh for one in rows) == 2 for rows in later)
+    (row, *_) = (one.row for one in rehearsed(later[0]))
     np.testing.assert_array_equal(row.weights, [0] * PROMPT + [1] * ANSWER)
 
 
@@ -130,6 +129,7 @@ def test_weights_of_folders_count(target: Target, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"teacher": "recorded"}, "learn.rehearse needs the target's pass"),
         ({"replay": 0.05}, "learn.replay 0.05, and of learn.batch 8 that is no text"),
         ({"batch": 2}, "of learn.batch 2 that is no text"),
     ],

@@ -80,7 +80,7 @@ def test_training_and_gate_share_one_pass_a_text(
     states, weights = TextStates(target, GENEROUS), []
     for reader in (states, target):
         learner = Learner(bigram(288), target, config, seed=0, states=states)
-        learner.optimizer.source = LiveSource(target, reader)
+        learner.teacher.source = LiveSource(target, reader)
         learner.update(served[:6])
         learner.update(served[6:])
         weights.append(learner.drafter.head.detach().clone())

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from draftsmith.kernels.sampling.top_tokens import top_probs
+from draftsmith.kernels.acceptance import overlap, probabilities
+from draftsmith.kernels.sampling.top_tokens import top_overlap, top_probs
 
 
 def logits_of(seed: int, *, rows: int = 20, num_tokens: int = 300) -> torch.Tensor:
@@ -32,6 +33,15 @@ def test_a_small_vocabulary_is_kept_whole() -> None:
     assert distribution.tail.max() < 1e-6
 
 
+@pytest.mark.parametrize("k", [1, 10, 64])
+def test_overlap_bounds_hold_the_overlap(k: int) -> None:
+    p, q = logits_of(2), logits_of(2) + 0.5 * logits_of(3)
+    low, high = top_overlap(top_probs(p, k=k), probabilities(q))
+    exact = overlap(p, q)
+    assert (low <= exact + 1e-6).all() and (exact <= high + 1e-6).all()
+    assert (high - low).mean() < 1 - exact.mean() or k < 64
+
+
 @pytest.mark.parametrize("num_tokens", [300, 4001])
 def test_a_distribution_of_fewer_tokens_than_are_kept_is_kept_whole(num_tokens: int) -> None:
     logits = torch.full((1, num_tokens), -math.inf)
@@ -42,6 +52,14 @@ def test_a_distribution_of_fewer_tokens_than_are_kept_is_kept_whole(num_tokens: 
         and len(set(distribution.ids[0].tolist())) == 10
     )
     assert distribution.logprobs[0, 3:].isneginf().all() and float(distribution.tail) < 1e-6
+
+
+def test_overlap_bounds_meet_on_the_whole_distribution() -> None:
+    p, q = logits_of(4), logits_of(5)
+    q[:, :50] = -math.inf
+    low, high = top_overlap(top_probs(p, k=300), probabilities(q))
+    torch.testing.assert_close(low, overlap(p, q), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(high, low, rtol=1e-5, atol=1e-6)
 
 
 # as few as are searched at once, two levels of groups, three with a rest at each

@@ -15,7 +15,7 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.request import Request
+from draftsmith.serve.requests.request import Request, TapLog
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.round_calls import calls
 
@@ -102,17 +102,20 @@ def submitted(engine: EngineCore, *, max_tokens: int) -> Request:
     return engine.submit(PROMPTS[0], params)
 
 
+@pytest.mark.parametrize("logged", [2, 64])
 @pytest.mark.parametrize("compile", ["auto", "off"])
 def test_states_that_no_draft_reads_are_not_kept(
-    compile: str, target: Target, head: Eagle3
+    compile: str, logged: int, target: Target, head: Eagle3
 ) -> None:
     engine = resting_engine(target, head, compile=compile)
     engine.committer.most_kept = 4
     request = submitted(engine, max_tokens=20)
+    request.recording.tap_log = TapLog(logged)
     while request.num_output < 10:
         engine.step()
     assert request.draft.lost_taps
     assert engine.committer._shared is None
+    assert request.recording.tap_log.end == min(logged, request.cache.computed)
 
 
 @pytest.mark.parametrize("streams", [1, 8])
