@@ -80,12 +80,16 @@ class GrammarCompiler:
 
 
 def _refused(grammar: Grammar, reason: str) -> UserError:
+    return UserError(
+        f"grammar ({grammar.kind}) cannot be honoured: {_told(reason)}; change it or leave it out"
+    )
+
+
+def _told(reason: str) -> str:
     told = " ".join(reason.replace("<non-verbose/>", "").split())
     if len(told) > MOST_TOLD:  # what the library quotes comes before what is wrong with it
         told = f"{told[: MOST_TOLD // 2]} ... {told[-MOST_TOLD // 2 :]}"
-    return UserError(
-        f"grammar ({grammar.kind}) cannot be honoured: {told}; change it or leave it out"
-    )
+    return told
 
 
 class GrammarFailure(Exception):
@@ -104,7 +108,7 @@ class GrammarMatcher:
         """The answer's next tokens, none of which ends it."""
         accepted = self._matcher.try_consume_tokens(list(tokens))
         if error := self._matcher.get_error():
-            raise GrammarFailure(error)
+            raise GrammarFailure(_told(error))
         assert accepted == len(tokens), (
             f"token {accepted} of {list(tokens)} left the grammar though its mask forbade it"
         )
@@ -122,7 +126,7 @@ class GrammarMatcher:
         try:
             allowed = self._masks(prefixes)
             if error := self._matcher.get_error():
-                raise GrammarFailure(error)
+                raise GrammarFailure(_told(error))
         except Exception:
             # The library stays in error for good, or stands behind some prefix.
             self._matcher = self._compiled.deep_copy()

@@ -162,6 +162,16 @@ def test_a_grammar_that_fails_behind_drafts_that_fall_changes_nothing(
         ),
         (Grammar.regex("(?=a)"), "look-around"),
         (Grammar.lark('start: "a'), "cannot be honoured"),
+        # The library fails on any text of it.
+        (
+            Grammar.json_schema(
+                {
+                    "type": "object",
+                    "properties": {f"p{at}": {"type": "string"} for at in range(900)},
+                }
+            ),
+            "Current row has",
+        ),
     ],
 )
 def test_what_the_library_cannot_honour_is_refused(
