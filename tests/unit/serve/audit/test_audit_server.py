@@ -240,6 +240,7 @@ def test_any_length_lets_all_depths_be_drafted(length: int) -> None:
     assert "--samples " in report.sentence() and "BLIND" in "\n".join(report.lines())
 
 
+@pytest.mark.long
 def test_a_depth_that_no_sampled_text_reaches_gives_no_verdict() -> None:
     """The server drafts two tokens where four are to be audited."""
 
@@ -265,7 +266,7 @@ def test_a_server_that_tells_nothing_is_audited_once_k_is_stated() -> None:
 
 
 def test_a_server_without_logprobs_of_prompts_is_asked_prefix_by_prefix() -> None:
-    config = replace(CONFIG, samples=200, contexts=1, bias=0.6)
+    config = replace(CONFIG, samples=64, contexts=1, bias=0.6)
     with_echo, without = (
         audit(ChainServer(ours=True, echoes=echoes), config) for echoes in (True, False)
     )
@@ -400,7 +401,8 @@ def test_distributions_that_logprobs_do_not_tell_are_compared_by_samples(
     assert any("no bias is planted at single depths" in line for line in report.notes)
 
 
-@pytest.mark.parametrize("lies_from", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("lies_from", [1, 2])
 def test_a_server_that_tells_no_rounds_is_not_cleared_by_samples_that_hide_a_depth(
     lies_from: int | None,
 ) -> None:
