@@ -115,7 +115,7 @@ def best_fixed(machine: Machine, classes: list[str], rounds: int) -> tuple[float
     return max(rates), rates.index(max(rates))
 
 
-BATCHES = [1, 4, 16, 48, 128, 256]
+BATCHES = [1, 4, 48, 256]
 
 
 @pytest.mark.parametrize("alpha", [0.85, 0.6, 0.3])
@@ -155,7 +155,8 @@ class Moody(Machine):
 
 
 @pytest.mark.parametrize(
-    ("period", "draft_share", "alpha"), [(150, 0.6, 0.65), (600, 0.3, 0.3), (150, 0.1, 0.8)]
+    ("period", "draft_share", "alpha"),
+    [(150, 0.6, 0.65), (150, 0.1, 0.8), pytest.param(600, 0.3, 0.3, marks=pytest.mark.long)],
 )
 def test_a_machine_that_slows_down_says_nothing_about_k(
     period: int, draft_share: float, alpha: float
@@ -280,9 +281,7 @@ def test_a_prompt_in_a_round_makes_drafts_no_cheaper(draft_ms: float, pays: bool
     assert sum(drafting) / len(drafting) > 0.9 if pays else sum(drafting) / len(drafting) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("late_rounds", "answer"), [(10, 20), (10, 40), (30, 40), (60, 40), (30, 80)]
-)
+@pytest.mark.parametrize(("late_rounds", "answer"), [(10, 20), (30, 40), (30, 80)])
 def test_prompts_that_the_draft_reads_late_are_part_of_the_price(
     late_rounds: int, answer: int
 ) -> None:

@@ -65,7 +65,12 @@ def compiler(target: Target) -> GrammarCompiler:
 REASON = r"nested too deeply, or takes more than 2 s or \d+ MiB"
 
 
-@pytest.mark.parametrize("hostile", [*DEEP, *SLOW])
+LATE = {"a schema's expression": [pytest.mark.long]}  # as late as "many options"
+
+
+@pytest.mark.parametrize(
+    "hostile", [pytest.param(name, marks=LATE.get(name, [])) for name in (*DEEP, *SLOW)]
+)
 def test_what_would_end_the_process_is_refused(compiler: GrammarCompiler, hostile: str) -> None:
     """Or honoured, as far as the library can."""
     said = None

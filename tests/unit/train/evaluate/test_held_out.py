@@ -21,7 +21,7 @@ from draftsmith.train.evaluate.measured import HeldOut
     [
         # The clock goes on by a second from look to look, and a tenth of the minutes counts.
         (None, 12),
-        (10.0, 12),
+        pytest.param(10.0, 12, marks=pytest.mark.long),
         (0.75, 3),
         (0.01, 1),
     ],

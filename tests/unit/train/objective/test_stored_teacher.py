@@ -341,7 +341,13 @@ def test_what_was_stored_of_something_else_is_refused(
         stored_source(other, folder, corpus.provenance, TAPS)
 
 
-@pytest.mark.parametrize("signal", [{"store_taps": "fp8", "taps": TAPS}, {"top_logprobs": 64}])
+@pytest.mark.parametrize(
+    "signal",
+    [
+        pytest.param({"store_taps": "fp8", "taps": TAPS}, marks=pytest.mark.long),
+        {"top_logprobs": 64},
+    ],
+)
 def test_training_from_stored_signals_learns(target, shared, tmp_path, signal):
     folder = shared(**signal)
     values = {
