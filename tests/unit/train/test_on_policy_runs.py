@@ -49,13 +49,14 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     [
         pytest.param("eagle3", {"on_policy": OWN}, marks=pytest.mark.long),
         ("draft-lm", {"on_policy": replace(OWN, share=1.0), "accumulate": 2, "mean": "sample"}),
-        (
+        pytest.param(
             "mtp",
             {
                 "unroll": UnrollConfig(noise=0.1, weights="d-pace"),
                 "packing": True,
                 "max_length": 64,
             },
+            marks=pytest.mark.long,
         ),
     ],
 )
