@@ -211,12 +211,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 # The files that take longest, the longest first. xdist hands out whole files in this order, so that
 # no worker begins a long one when the others are done.
 LONGEST = (
-    "integration/test_train.py", "unit/test_install.py", "unit/serve/engine/test_device_round.py",
-    "integration/test_served_distribution.py", "integration/test_served_text.py",
+    "integration/test_train.py", "unit/test_install.py", "integration/test_served_distribution.py",
+    "integration/test_served_text.py",
     "unit/train/test_session.py", "integration/test_faults.py", "integration/test_distill.py",
     "integration/test_audit.py", "integration/test_target_change.py",
     "unit/train/check/test_doctor.py", "unit/train/export/test_proof.py",
-    "unit/serve/audit/test_audit_server.py",
+    "unit/serve/audit/test_audit_server.py", "unit/serve/engine/test_device_round.py",
     "integration/test_serve_command.py", "unit/train/test_on_policy_runs.py",
     "unit/train/objective/test_stored_teacher.py", "unit/kernels/test_compile.py",
     "integration/test_fresh_noise.py", "integration/test_bench_drafters.py",
