@@ -1,8 +1,7 @@
-"""Offline alpha and tau against speculation really carried out, token by token."""
+"""Offline alpha and tau against rounds that are counted token by token;
+`tests/integration/test_one_acceptance.py` holds them against the engine's."""
 
 from __future__ import annotations
-
-from random import Random
 
 import pytest
 import torch
@@ -35,106 +34,6 @@ def draft_distribution(drafter, tokens: list[int], depth: int, temperature: floa
     step = list(drafter.unroll(batch))[depth]
     hidden = step.hidden[0, len(tokens) - 2 + depth]
     return (hidden @ drafter.head_weight().T / temperature).double().softmax(-1)
-
-
-class BigramTarget:
-    """A target whose distribution depends on the last token only: `logits[v]` follow token v."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, logits: torch.Tensor):
-        self.logits = logits
-        self.vocab_size = len(logits)
-
-    def states(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, taps: tuple[int, ...]
-    ) -> tuple[None, torch.Tensor]:
-        return None, self.logits[input_ids]
-
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-
-def draw(weights: list[float], random: Random) -> int:
-    return random.choices(range(len(weights)), weights)[0]
-
-
-def speculate(
-    p: list[list[float]], q: list[list[list[float]]], random: Random, *, num_tokens: int, k: int
-) -> int:
-    """Rounds of rejection sampling that put `num_tokens` out after token 0. `p[v]` follows v,
-    `q[s][v]` drafts at depth s."""
-    out, rounds = [0], 0
-    while len(out) < 1 + num_tokens:
-        rounds += 1
-        anchor = out[-1]
-        for depth in range(k):
-            drafted = draw(q[depth][anchor], random)
-            target_distribution = p[out[-1]]
-            if random.random() * q[depth][anchor][drafted] < target_distribution[drafted]:
-                out.append(drafted)
-                continue
-            out.append(
-                draw(
-                    [max(a - b, 0.0) for a, b in zip(target_distribution, q[depth][anchor])], random
-                )
-            )
-            break
-        else:
-            out.append(draw(p[out[-1]], random))
-    return rounds
-
-
-@pytest.mark.long
-@torch.no_grad()
-@pytest.mark.parametrize("draft_sampling, runs", [("sampled", 4000), ("greedy", 1500)])
-def test_expected_rounds_over_sampled_texts_equal_real_speculation(
-    table_drafter, draft_sampling, runs
-):
-    """E over texts of the exact walk = mean rounds of speculation, both estimated, within five
-    standard errors."""
-    vocab_size, temperature, k, size = 8, 0.7, 3, 9
-    drafter = table_drafter(vocab_size, hidden=4, seed=3)
-    target = BigramTarget(
-        torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(1))
-    )
-    p = (target.logits / temperature).softmax(-1).tolist()
-    q_logits = drafter.table[:k] @ drafter.head.T
-    q = (q_logits / temperature).softmax(-1).tolist()
-    if draft_sampling == "greedy":
-        q = torch.nn.functional.one_hot(q_logits.argmax(-1), vocab_size).double().tolist()
-    random = Random(0)
-    real = torch.tensor([float(speculate(p, q, random, num_tokens=size, k=k)) for _ in range(runs)])
-    sequences = []
-    for number in range(runs):
-        # Two tokens before the anchor: a head's deeper steps need them no more than the simulation
-        # does.
-        tokens = [1, 2, 0]
-        while len(tokens) < 3 + size:
-            tokens.append(draw(p[tokens[-1]], random))
-        sequences.append(
-            TokenSequence(f"{number}", torch.tensor(tokens), torch.arange(3 + size) >= 3)
-        )
-    settings = {
-        "temperature": temperature,
-        "k": k,
-        "batch_size": 500,
-        "draft_sampling": draft_sampling,
-    }
-    offline = evaluate_draft(drafter, target, sequences, **settings)
-    # The walk is an expectation, so over texts it spreads less than real rounds do.
-    error = 2**0.5 * real.std().item() / runs**0.5
-    assert 1.2 < offline.tau.value < k, "the case must have both kept and refused drafts"
-    assert abs(real.mean().item() - offline.rounds / runs) < 5 * error
-    # Power: a walk whose depths are shifted by one misses by more than that.
-    shifted = table_drafter(vocab_size, hidden=4, seed=3)
-    shifted.table.copy_(drafter.table.roll(1, dims=0))
-    wrong = evaluate_draft(shifted, target, sequences, **settings)
-    assert abs(real.mean().item() - wrong.rounds / runs) > 5 * error
-    # And so does the walk of drafts that are drawn the other way.
-    settings["draft_sampling"] = "greedy" if draft_sampling == "sampled" else "sampled"
-    other = evaluate_draft(drafter, target, sequences, **settings)
-    assert abs(real.mean().item() - other.rounds / runs) > 5 * error
 
 
 def test_greedy_alpha_is_the_share_of_agreements(target, table_drafter):
