@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
+from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
@@ -18,6 +20,12 @@ from tests.stand_in_drafts import Uncached
 @pytest.fixture(scope="session")
 def target(tiny_target: Callable[..., str]) -> Target:
     return Target.load(tiny_target("llama"))
+
+
+@pytest.fixture(scope="module")
+def head(target: Target) -> Eagle3:
+    """Untrained."""
+    return Eagle3.create(Eagle3Options(), target, seed=1).eval()
 
 
 class FixedDrafter(Uncached):

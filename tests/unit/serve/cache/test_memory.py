@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.cache import memory
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 
 
-def test_both_pools_fit_what_is_allowed(target: Target) -> None:
-    head = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+def test_both_pools_fit_what_is_allowed(target: Target, head: Eagle3) -> None:
     config = EngineConfig(memory_gib=2**20 / memory.GIB, max_batch=64, compile="off")
     sizes = {}
     for drafter in (None, head):
@@ -34,8 +32,7 @@ def test_a_gpu_gives_a_share_of_what_it_has_free(
     assert memory.allowed_bytes(torch.device("cpu")) == 2 * memory.GIB
 
 
-def test_taps_of_a_full_batch_take_what_the_cached_ones_may(target: Target) -> None:
-    head = Eagle3.create(Eagle3Options(), target, seed=1).eval()
+def test_taps_of_a_full_batch_take_what_the_cached_ones_may(target: Target, head: Eagle3) -> None:
     tap_bytes = len(head.taps) * target.hidden_size * target.dtype.itemsize
     for gib, batch in ((0.01, 4), (0.01, 16), (2.0, 4)):
         config = EngineConfig(num_blocks=int(gib * 2**14), max_batch=batch, compile="off")

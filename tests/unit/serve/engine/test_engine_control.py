@@ -63,11 +63,6 @@ def by_rows(
     return engine
 
 
-@pytest.fixture(scope="module")
-def head(target: Target) -> Eagle3:
-    return Eagle3.create(Eagle3Options(), target, seed=1).eval()
-
-
 class Slow(Offering):
     """Takes its time, and the token is wrong."""
 

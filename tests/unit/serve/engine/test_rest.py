@@ -9,7 +9,6 @@ import torch
 
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
@@ -40,11 +39,6 @@ class Resting(FixedControl):
 
     def observe(self, result: RoundResult) -> None:
         self.observed += result.plan is not None
-
-
-@pytest.fixture(scope="module")
-def head(target: Target) -> Eagle3:
-    return Eagle3.create(Eagle3Options(), target, seed=1).eval()
 
 
 @pytest.mark.parametrize(("compile", "prefix_cache"), [("auto", True), ("off", False)])

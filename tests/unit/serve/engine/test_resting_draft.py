@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
@@ -38,11 +35,6 @@ class Failing:
             raise RuntimeError("not yet")
         self.starts += inputs.starts.tolist()
         return self.drafter.propose(inputs)
-
-
-@pytest.fixture(scope="module")
-def head(target: Target) -> Eagle3:
-    return Eagle3.create(Eagle3Options(), target, seed=1).eval()
 
 
 def test_nobody_drafts_while_the_draft_rests(
