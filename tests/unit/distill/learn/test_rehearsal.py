@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -20,6 +18,7 @@ from draftsmith.distill.learn.rehearsal import rehearsal_of
 from draftsmith.distill.learn.teachers import LearningBatch, LearningRow
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from tests.data_folders import write_rows
 
 PROMPT, ANSWER = 3, 5
 ALL = GateConfig(held_out_by="request")  # holds out no prompt
@@ -37,9 +36,7 @@ def folder_of(root: Path, name: str, count: int, first: int) -> str:
         }
         for number in range(count)
     ]
-    (root / name).mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), root / name / "part-00000.parquet")
-    return str(root / name)
+    return str(write_rows(root / name, rows))
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,7 +19,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.vocabulary import template_hash, tokenizer_hash
+from draftsmith.drafters.vocabulary import template_hash
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.check.data import (
@@ -40,6 +38,7 @@ from draftsmith.train.check.models import check_compiler, check_draft
 from draftsmith.train.config import DoctorConfig
 from scripts.paths import ROOT
 from tests.conftest import make_tokenizer
+from tests.data_folders import sampled_from, write_rows
 
 
 @pytest.fixture
@@ -78,27 +77,15 @@ def make_data(tmp_path: Path, target: Target) -> Callable[..., str]:
     """A folder as `generate` writes it: the target's own answers, unless rows are given."""
 
     def make(rows: list[Row] | None = None, temperature: float = 1.0, **provenance: Any) -> str:
-        folder = tmp_path / f"data-{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
         rows = own_rows(target, temperature) if rows is None else rows
-        masks = [[int(bit) for bit in row.loss_mask] for row in rows]
-        columns = {"input_ids": [row.input_ids for row in rows], "loss_mask": masks}
-        types = {
-            "input_ids": pyarrow.list_(pyarrow.int32()),
-            "loss_mask": pyarrow.list_(pyarrow.int8()),
-        }
-        table = pyarrow.table(
-            {name: pyarrow.array(column, types[name]) for name, column in columns.items()}
-        )
-        pyarrow.parquet.write_table(table, folder / "part-00000.parquet")
-        record = {
-            "target": target.name, "target_revision": target.revision,
-            "tokenizer_hash": tokenizer_hash(target.tokenizer()),
-            "template_hash": template_hash(target.tokenizer().chat_template),
-            "temperature": temperature, "complete": True,
-        }  # fmt: skip
-        write_json(folder / "provenance.json", record | provenance)
-        return str(folder)
+        columns = [
+            {"input_ids": row.input_ids, "loss_mask": [int(bit) for bit in row.loss_mask]}
+            for row in rows
+        ]
+        template = template_hash(target.tokenizer().chat_template)
+        own = {"template_hash": template, "temperature": temperature, "complete": True}
+        folder = tmp_path / f"data-{len(list(tmp_path.iterdir()))}"
+        return str(write_rows(folder, columns, sampled_from(target) | own | provenance))
 
     return make
 

@@ -3,53 +3,50 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from draftsmith import cli
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
+from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.prompts.suites import Question
 from draftsmith.train.config import EvalConfig
 from draftsmith.train.evaluate.answers import suite_texts
+from tests.data_folders import rows_of, sampled_from
+from tests.stand_in_drafts import near
 
 PROMPTS = [[5 + n, 40, 200, 11] for n in range(10)]
-SAMPLED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
-@pytest.fixture
-def draft(target, tmp_path) -> str:
+@pytest.fixture(scope="module")
+def spoiled(target, tmp_path_factory) -> Path:
     """The target with noise in its weights: kept often, not always."""
-    drafter = FAMILIES["draft-lm"].create(DraftLmOptions(init=target.name), target, seed=0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(
-                0.05 * torch.randn(parameter.shape, generator=generator) * parameter.abs().mean()
-            )
-    checkpoint.save(drafter, tmp_path / "draft", target)
-    return str(tmp_path / "draft")
+    folder = tmp_path_factory.mktemp("spoiled") / "draft"
+    checkpoint.save(near(target, 0.01), folder, target)
+    return folder
 
 
 @pytest.fixture
-def data(target, write_data) -> str:
-    answers = target.answer(PROMPTS, max_new_tokens=12, temperature=1.0, ignore_eos=True)
-    rows = [
-        {
-            "name": f"{n}",
-            "split": "held-out",
-            "input_ids": prompt + answer,
-            "loss_mask": [0] * 4 + [1] * 12,
-        }
-        for n, (prompt, answer) in enumerate(zip(PROMPTS, answers))
-    ]
+def draft(spoiled, tmp_path) -> str:
+    return str(shutil.copytree(spoiled, tmp_path / "draft"))
+
+
+@pytest.fixture(scope="module")
+def answers(target) -> list[list[int]]:
+    return target.answer(PROMPTS, max_new_tokens=12, temperature=1.0, ignore_eos=True)
+
+
+@pytest.fixture
+def data(target, answers, write_data) -> str:
+    rows = rows_of(PROMPTS, answers, held_out=range(len(PROMPTS)))
     rows.append({"name": "seen", "split": "train", "input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
-    return str(write_data(rows, provenance=SAMPLED | {"target_revision": target.revision}))
+    return str(write_data(rows, provenance=sampled_from(target)))
 
 
 def evaluate(capsys, target, draft, data, *options: str, tokens: int = 8, k: int = 3):
@@ -105,10 +102,7 @@ def test_several_folders_are_measured_together_and_each(
 ):
     """One at temperature 1, one greedy: each text counts at its own temperature alone."""
     answers = target.answer(PROMPTS[:4], max_new_tokens=6, temperature=0.0, ignore_eos=True)
-    rows = [
-        {"name": f"g{n}", "input_ids": prompt + answer, "loss_mask": [0] * 4 + [1] * 6}
-        for n, (prompt, answer) in enumerate(zip(PROMPTS, answers))
-    ]
+    rows = [{**row, "name": f"g{n}"} for n, row in enumerate(rows_of(PROMPTS[:4], answers))]
     provenance = {"target_revision": target.revision, "temperature": 0.0}
     greedy = str(write_data(rows, name="greedy", provenance=provenance))
     out = tmp_path / "figures.json"
@@ -132,9 +126,9 @@ def test_texts_of_a_folder_of_several_temperatures_are_kept_at_their_own(
         (answer,) = target.answer(
             [PROMPTS[n]], max_new_tokens=12, temperature=temperature, ignore_eos=True
         )
-        row = {"name": f"{n}", "input_ids": PROMPTS[n] + answer, "loss_mask": [0] * 4 + [1] * 12}
-        rows.append(row | {"temperature": float(np.float32(temperature))})
-    provenance = SAMPLED | {"target_revision": target.revision, "temperature": [0.7, 1.0]}
+        (row,) = rows_of(PROMPTS[n : n + 1], [answer])
+        rows.append(row | {"name": f"{n}", "temperature": float(np.float32(temperature))})
+    provenance = sampled_from(target) | {"temperature": [0.7, 1.0]}
     folder = str(write_data(rows, name="several", provenance=provenance))
     out = tmp_path / "figures.json"
     options = ("--temperature", "0.7", "1", "--held-out", "1", "--out", str(out))
