@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.drafters.interface import TextBatch, UnrollBatch
+from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.speculate import SpeculatedText, speculate
@@ -21,6 +21,7 @@ from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.roles import Role, RoleWeights, padded_rows, roles_of
 from draftsmith.train.on_policy import OnPolicy, prefix, rows_of
 from draftsmith.train.trainer import is_of_data
+from tests.unrolled import unroll_batch
 
 ALIKE = RoleWeights(accepted=1.0, first_rejected=1.0, bonus=1.0, later_rejected=1.0)
 
@@ -80,9 +81,7 @@ def distributions(
     batch = padded_rows(
         [rows_of(text, ALIKE, 0, random.Random(0))[0] for text in texts], target.device
     )
-    unroll = UnrollBatch(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask, taps=None, num_steps=1
-    )
+    unroll = unroll_batch(drafter, target, batch.input_ids, 1, batch.attention_mask)
     (step,) = drafter.unroll(unroll)
     _, hidden = target.states(batch.input_ids, batch.attention_mask, ())
     p, q = target.head(hidden).softmax(-1), (step.hidden @ drafter.head_weight().T).softmax(-1)

@@ -11,6 +11,7 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.objective.unrolled_loss import recompute_mlps
+from tests.unrolled import unroll_batch
 
 
 def gradients(drafter: torch.nn.Module, batch: UnrollBatch) -> tuple[dict[str, torch.Tensor], int]:
@@ -36,8 +37,7 @@ def test_gradients_are_the_same_and_less_is_kept(family, tiny_target):
     target = Target.load(tiny_target("llama"))
     ids = torch.randint(3, 288, (2, 24), generator=torch.Generator().manual_seed(0))
     plain = FAMILIES[family].create(OPTIONS[family](), target, seed=0)
-    taps, _ = target.states(ids, torch.ones_like(ids), plain.taps)
-    batch = UnrollBatch(input_ids=ids, attention_mask=torch.ones_like(ids), taps=taps, num_steps=3)
+    batch = unroll_batch(plain, target, ids, 3)
     own, much = gradients(plain, batch)
     again = FAMILIES[family].create(OPTIONS[family](), target, seed=0)
     recompute_mlps(again, "gradient_checkpointing")

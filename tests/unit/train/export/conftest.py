@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import run
 from tests.noise import noisy
+from tests.unrolled import unroll_batch
 
 APPENDED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 Find = Callable[..., str]
@@ -50,7 +50,5 @@ def unrolled(folder: Path, of: Target) -> list[torch.Tensor]:
     """Logits of three depths."""
     drafter = checkpoint.load(folder, of)
     ids = torch.randint(3, of.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    taps, _ = of.states(ids, mask, drafter.taps)
-    batch = UnrollBatch(input_ids=ids, attention_mask=mask, taps=taps, num_steps=3)
+    batch = unroll_batch(drafter, of, ids, 3)
     return [step.hidden @ drafter.head_weight().T for step in drafter.unroll(batch)]

@@ -20,13 +20,13 @@ from transformers.models.qwen2.modeling_qwen2 import (
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.mtp import LlamaMtp, Mtp
-from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.errors import UserError
 from draftsmith.train.session import older_drafter
 from tests.noise import noisy
 from tests.unit.train.export.conftest import export
+from tests.unrolled import unroll_batch
 
 
 class MimoModule(torch.nn.Module):
@@ -122,9 +122,7 @@ def check_module(
     with torch.no_grad():
         states = target.states(IDS, mask, (layer,))[0]
         theirs = module(target.embed(torch.roll(IDS, -1, 1)), states, Qwen2RotaryEmbedding(config))
-        taps = target.states(IDS, mask, drafter.taps)[0]
-        batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=taps, num_steps=1)
-        ours = next(iter(drafter.unroll(batch))).hidden
+        ours = next(iter(drafter.unroll(unroll_batch(drafter, target, IDS, 1)))).hidden
     torch.testing.assert_close(theirs[:, :-1], ours[:, :-1], rtol=1e-4, atol=1e-4)
 
 

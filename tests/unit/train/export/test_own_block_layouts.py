@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
-from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from tests.noise import noisy
 from tests.unit.train.export.conftest import APPENDED, export, saved
+from tests.unrolled import unroll_batch
 
 BESIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "ernie4_5_moe")
 IDS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -73,9 +73,7 @@ def test_a_new_module_begins_at_numbers_that_learn(
         if parameter.ndim > 1:
             assert not torch.equal(parameter, other.state_dict()[name])
             assert 0.1 < float(parameter.detach().std() * parameter.shape[-1] ** 0.5) < 1
-    mask = torch.ones_like(IDS)
-    taps = target.states(IDS, mask, first.taps)[0]
-    batch = UnrollBatch(input_ids=IDS, attention_mask=mask, taps=taps, num_steps=2)
+    batch = unroll_batch(first, target, IDS, 2)
     head, losses = first.head_weight(), []
     optimizer = torch.optim.Adam(first.parameters(), lr=1e-2)
     for _ in range(12):

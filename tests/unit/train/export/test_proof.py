@@ -29,6 +29,7 @@ from draftsmith.train.export.command import open_source, run
 from draftsmith.train.export.table import WRITERS
 from tests.engine_readers.proof import prove
 from tests.engine_readers.table import READERS
+from tests.noise import noisy
 
 SHAPES = {
     "eagle3": Eagle3Options(draft_vocab_size=200, taps=(1, 2, 3)),
@@ -56,12 +57,7 @@ def exported(
             drafter = FAMILIES[family].create(
                 SHAPES.get(shape, OPTIONS[family]()), target, seed=0, token_counts=counts
             )
-            generator = torch.Generator().manual_seed(1)
-            with torch.no_grad():
-                for parameter in drafter.parameters():
-                    scale = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-                    parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
-            checkpoint.save(drafter, made[shape], target)
+            checkpoint.save(noisy(drafter, 1), made[shape], target)
         return made[shape]
 
     def export(family: str, engine: str) -> tuple[Path, Path]:
