@@ -164,8 +164,13 @@ def recorded_target(
     is_required = TARGET in fields and fields[TARGET].default is dataclasses.MISSING
     # These need a target where no URL is given; the doctor's data say theirs.
     may_need = {TARGET, URL} <= fields.keys() and not values.get("data")
-    if not (is_required or may_need) or not path.is_file():
+    if not (is_required or may_need):
         return {}
+    if not path.is_file():
+        raise UserError(
+            f"no target is given, and {str(path)!r}, which would name it, is not there; give "
+            "--target, or another --draft"
+        )
     record = read_json(path).get(TARGET)
     name = record.get("name") if isinstance(record, dict) else None
     if not isinstance(name, str):

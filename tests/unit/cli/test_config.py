@@ -351,7 +351,8 @@ def test_a_draft_alone_brings_its_target(
         return collect(cls, parse(parser_for(command, cls), words))
 
     draft = str(tmp_path)
-    assert "target" not in given("serve", "--draft", draft)
+    with pytest.raises(UserError, match="', which would name it, is not there"):
+        given("serve", "--draft", draft)
     (tmp_path / "draftsmith.json").write_text('{"target": {"name": "org/model"}}')
     for command in ("serve", "bench", "eval"):
         assert given(command, "--draft", draft)["target"] == "org/model"
