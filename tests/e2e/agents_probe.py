@@ -44,13 +44,8 @@ def weather(unit: Literal["C", "F"]) -> str:
 async def agents() -> dict[str, Any]:
     told: dict[str, Any] = {}
     client = AsyncOpenAI(base_url=URL, api_key="none", max_retries=0)
-    settings = ModelSettings(
-        tool_choice="required",
-        parallel_tool_calls=False,
-        temperature=0.8,
-        max_tokens=1500,
-        extra_body=PLAIN,
-    )
+    options: dict[str, Any] = {"temperature": 0.8, "max_tokens": 1500, "extra_body": PLAIN}
+    settings = ModelSettings(tool_choice="required", parallel_tool_calls=False, **options)
     for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
         model = kind(model="tiny", openai_client=client)
         agent = Agent(
@@ -72,13 +67,9 @@ def tool_loop() -> list[str]:
     """As openai's own examples have it."""
     client = OpenAI(base_url=URL, api_key="none", max_retries=0)
     function = {"name": "weather", "parameters": Unit.model_json_schema(), "strict": True}
-    options: dict[str, Any] = {
-        "model": "tiny",
-        "tools": [{"type": "function", "function": function}],
-        "max_tokens": 1500,
-        "extra_body": PLAIN,
-        "parallel_tool_calls": False,
-    }
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": 1500, "extra_body": PLAIN}
+    options |= {"parallel_tool_calls": False}
+    options |= {"tools": [{"type": "function", "function": function}]}
     messages: list[Any] = [{"role": "user", "content": ASKED}]
     first = client.chat.completions.create(**options, messages=messages, tool_choice="required")
     message = first.choices[0].message

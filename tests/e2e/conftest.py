@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from tests.e2e.workshop import with_noise
 from tests.waiting import wait_until
@@ -31,19 +32,14 @@ class ServerProcess:
 
     def metric(self, name: str) -> float:
         """Summed over its labels."""
-        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text)
-        return sum(
-            sample.value for family in families for sample in family.samples if sample.name == name
-        )
+        return sum(sample.value for sample in self.samples(name))
 
     def labelled(self, name: str, label: str) -> dict[str, float]:
+        return {sample.labels[label]: sample.value for sample in self.samples(name)}
+
+    def samples(self, name: str) -> list[Sample]:
         families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=30).text)
-        return {
-            sample.labels[label]: sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == name
-        }
+        return [one for family in families for one in family.samples if one.name == name]
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -106,14 +102,8 @@ def run_client() -> Callable[..., str]:
         path = Path(os.environ["DRAFTSMITH_CLIENTS"]) / name / program
         assert path.exists(), f"{path} is missing; run scripts/test --all"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "160"}
-        finished = subprocess.run(
-            [str(path), *arguments],
-            cwd=cwd,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        finished = subprocess.run([str(path), *arguments], cwd=cwd, env=environment, **streams)
         assert finished.returncode in statuses, (
             f"{name} ended with status {finished.returncode}:\n{finished.stdout[-6000:]}"
         )

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.cli import main
 from scripts.bench.fleet.installed import variables as plugin_variables
-from tests.e2e.workshop import save_model, with_noise
+from tests.e2e.workshop import python_of, save_model, with_noise
 from tests.forked import free_port
 from tests.waiting import wait_for
 
@@ -34,12 +34,8 @@ SAMPLED = ("--no-seeded", "--contexts", "1", "--samples", "4000", "--greedy-toke
 # Short texts share their prefixes, so that many of them need few distributions.
 ALL_DEPTHS = ("--no-seeded", "--contexts", "1", "--samples", "6000", "--length", "1")
 GREEDY = ("--no-seeded", "--temperature", "0", "--contexts", "4", "--greedy-tokens", "32")
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 2,
-    "prompt_lookup_min": 1,
-    "prompt_lookup_max": 3,
-}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+NGRAM |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +60,9 @@ def vllm_server(
     options: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    python = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
-    assert python, (
-        "DRAFTSMITH_VLLM_PYTHON is not set: run scripts/test --all, which installs vLLM for the "
-        "CPU and sets it"
-    )
     port = free_port()
     command = [
-        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        python_of("DRAFTSMITH_VLLM_PYTHON"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
         "--served-model-name", "tiny",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
         "--max-model-len", "128",
@@ -79,21 +70,11 @@ def vllm_server(
     ]  # fmt: skip
     command += [] if speculative is None else ["--speculative-config", json.dumps(speculative)]
     command += options
-    environment = {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        **(variables or {}),
-    }
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    place: dict[str, Any] = {"cwd": log.parent, "env": {**os.environ, **own, **(variables or {})}}
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            command,
-            cwd=log.parent,
-            env=environment,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, **place
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -118,19 +99,13 @@ def audit(url: str, tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]
 
 
 def broken(report: dict[str, Any]) -> set[str]:
-    return {
-        check["name"]
-        for check in report["checks"]
-        if check["kind"] == "check" and not check["passed"]
-    }
+    checks = [check for check in report["checks"] if check["kind"] == "check"]
+    return {check["name"] for check in checks if not check["passed"]}
 
 
 def drafted(report: dict[str, Any]) -> bool:
-    return any(
-        check["passed"]
-        for check in report["checks"]
-        if check["name"] == "control: draft tokens offered meanwhile"
-    )
+    control = "control: draft tokens offered meanwhile"
+    return any(check["passed"] for check in report["checks"] if check["name"] == control)
 
 
 def test_without_speculation_it_is_lossless(model: Path, tmp_path: Path) -> None:

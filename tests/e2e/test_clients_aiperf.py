@@ -4,6 +4,7 @@ became of the drafts."""
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,43 +24,21 @@ def test_a_load_is_answered_and_its_drafts_are_read(
     tiny_target: Callable[..., str],
     tmp_path: Path,
 ) -> None:
-    server = start_server(
-        "--draft", near_draft, "--k", "3", "--per-request-spec-decode-metrics", "summary"
+    told = ("--per-request-spec-decode-metrics", "summary")
+    server = start_server("--draft", near_draft, "--k", "3", *told)
+    words = shlex.split(
+        f"profile --model tiny --url {server.url} --endpoint-type {kind} --streaming "
+        f"--tokenizer {tiny_target('llama')} --request-count {REQUESTS} --concurrency 4 "
+        "--extra-inputs ignore_eos:true --synthetic-input-tokens-mean 40 "
+        f"--synthetic-input-tokens-stddev 0 --output-tokens-mean {TOKENS} "
+        f"--output-tokens-stddev 0 --use-server-token-count --ui simple --artifact-dir {tmp_path}"
     )
-    arguments = [
-        "--model", "tiny", "--url", server.url, "--endpoint-type", kind, "--streaming",
-        "--tokenizer", tiny_target("llama"),
-    ]  # fmt: skip
-    arguments += [
-        "--request-count", str(REQUESTS), "--concurrency", "4", "--extra-inputs",
-        "ignore_eos:true",
-    ]  # fmt: skip
-    arguments += ["--synthetic-input-tokens-mean", "40", "--synthetic-input-tokens-stddev", "0"]
-    arguments += [
-        "--output-tokens-mean", str(TOKENS), "--output-tokens-stddev", "0",
-        "--use-server-token-count",
-    ]  # fmt: skip
-    run_client(
-        "aiperf",
-        "bin/aiperf",
-        "profile",
-        *arguments,
-        "--ui",
-        "simple",
-        "--artifact-dir",
-        str(tmp_path),
-        cwd=tmp_path,
-    )
+    run_client("aiperf", "bin/aiperf", *words, cwd=tmp_path)
     report = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
-    assert (
-        report["request_count"]["avg"] == REQUESTS
-        and report["output_sequence_length"]["avg"] == TOKENS
-    )
+    assert report["request_count"]["avg"] == REQUESTS
+    assert report["output_sequence_length"]["avg"] == TOKENS
     assert report["time_to_first_token"]["avg"] > 0 and report["inter_token_latency"]["avg"] > 0
-    records = [
-        json.loads(line) for line in (tmp_path / "profile_export.jsonl").read_text().splitlines()
-    ]
-    assert len(records) == REQUESTS
+    assert len((tmp_path / "profile_export.jsonl").read_text().splitlines()) == REQUESTS
     # What it sums up from the responses is what the server counted.
     drafts = server.metric("vllm:spec_decode_num_drafts_total")
     drafted = server.metric("vllm:spec_decode_num_draft_tokens_total")

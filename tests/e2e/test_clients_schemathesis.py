@@ -3,6 +3,7 @@ wrong taken for right."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,36 +22,21 @@ LEFT_OUT = "positive_data_acceptance"
 def test_the_schema_tells_all_that_comes(
     flags: tuple[str, ...], start_server: Callable, run_client: Callable[..., str], tmp_path: Path
 ) -> None:
-    server = start_server(
-        "--ngram", "--k", "3", "--per-request-spec-decode-metrics", "detailed", *flags
-    )
+    told = ("--per-request-spec-decode-metrics", "detailed")
+    server = start_server("--ngram", "--k", "3", *told, *flags)
     # Spelt so: schemathesis leaves out no other spelling when it tries without a key.
     headers = {"Authorization": "Bearer second"} if flags else {}
-    arguments = [
-        "--checks", "all", "--exclude-checks", LEFT_OUT, "--continue-on-failure", "--max-examples",
-        "40", "--seed", "20261121",
-    ]  # fmt: skip
-    arguments += [
-        "--phases", "examples,coverage,fuzzing", "--suppress-health-check", "all",
-        "--request-timeout", "60",
-    ]  # fmt: skip
-    for name, value in headers.items():
-        arguments += ["--header", f"{name}: {value}"]
-    told = run_client(
-        "schemathesis",
-        "bin/schemathesis",
-        "run",
-        f"{server.url}/openapi.json",
-        *arguments,
-        cwd=tmp_path,
+    words = shlex.split(
+        f"run {server.url}/openapi.json --checks all --exclude-checks {LEFT_OUT} "
+        "--continue-on-failure --max-examples 40 --seed 20261121 --request-timeout 60 "
+        "--phases examples,coverage,fuzzing --suppress-health-check all"
     )
+    for name, value in headers.items():
+        words += ["--header", f"{name}: {value}"]
+    told = run_client("schemathesis", "bin/schemathesis", *words, cwd=tmp_path)
     assert "❌" not in told and "Tested: 16" in told
     # The server has come through it, and some of the requests were answers and no refusals.
     answer = {"model": "tiny", "prompt": "x", "max_tokens": 4}
-    assert (
-        httpx.post(
-            f"{server.url}/v1/completions", json=answer, headers=headers, timeout=60
-        ).status_code
-        == 200
-    )
+    url = f"{server.url}/v1/completions"
+    assert httpx.post(url, json=answer, headers=headers, timeout=60).status_code == 200
     assert server.metric("vllm:request_success_total") > 5

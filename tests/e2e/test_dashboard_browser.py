@@ -30,26 +30,13 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The served draft is the one without a version, so that these are only told of."""
     root = tmp_path_factory.mktemp("versions")
     for gain in (0.01, 0.02):
-        gate = {
-            "alpha_live": 0.5,
-            "alpha_candidate": 0.5 + gain,
-            "gain": gain,
-            "requests": 48,
-            "p_value": 0.001,
-        }
-        publish(
-            root,
-            lambda folder: None,
-            family="draft-lm",
-            target={},
-            parent=None,
-            data_range={},
-            gate=gate,
-        )
-    record_decision(
-        root, {"decision": "accept", "reason": "a gain with evidence", "gain": 0.02, "version": 2}
-    )
-    record_decision(root, {"decision": "drift", "reason": f"class {INJECTION} is accepted less"})
+        gate = {"alpha_live": 0.5, "alpha_candidate": 0.5 + gain, "gain": gain, "requests": 48}
+        of = {"family": "draft-lm", "target": {}, "parent": None, "data_range": {}}
+        publish(root, lambda folder: None, **of, gate=gate | {"p_value": 0.001})
+    accepted = {"decision": "accept", "reason": "a gain with evidence", "gain": 0.02, "version": 2}
+    drift = {"decision": "drift", "reason": f"class {INJECTION} is accepted less"}
+    for decision in (accepted, drift):
+        record_decision(root, decision)
     (root / "status.json").write_text(json.dumps({"time_s": time.time(), "updates": 7}))
     return root
 
@@ -57,18 +44,8 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(start_server: Callable, versions: Path, near_draft: str) -> Any:
     (versions / "current").unlink()
-    server = start_server(
-        "--draft",
-        near_draft,
-        "--k",
-        "3",
-        "--versions",
-        str(versions),
-        "--poll-s",
-        "3600",
-        "--api-key",
-        KEY,
-    )
+    followed = ("--versions", str(versions), "--poll-s", "3600", "--api-key", KEY)
+    server = start_server("--draft", near_draft, "--k", "3", *followed)
     (versions / "current").write_text("2\n")
     return server
 
@@ -80,22 +57,15 @@ def traffic(server: Any) -> Iterator[None]:
     done = threading.Event()
 
     def send() -> None:
-        with httpx.Client(
-            base_url=server.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60
-        ) as http:
+        body = {"model": "tiny", "prompt": "def draft(self, tokens):\n", "max_tokens": 60}
+        key = {"authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=server.url, headers=key, timeout=60) as http:
             for number in range(10**6):
                 if done.is_set():
                     return
-                body = {
-                    "model": "tiny",
-                    "prompt": "def draft(self, tokens):\n",
-                    "max_tokens": 60,
-                    "ignore_eos": True,
-                }
-                name = ("code", INJECTION)[number % 2]
-                http.post(
-                    "/v1/completions", json=body | {"request_class": name, "seed": number}
-                ).raise_for_status()
+                own = {"request_class": ("code", INJECTION)[number % 2], "seed": number}
+                answer = http.post("/v1/completions", json={**body, **own, "ignore_eos": True})
+                answer.raise_for_status()
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -106,15 +76,12 @@ def traffic(server: Any) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def seen(
-    server: Any,
-    traffic: None,
-    run_client: Callable[..., str],
-    tmp_path_factory: pytest.TempPathFactory,
+    server: Any, traffic: None, run_client: Callable[..., str], versions: Path
 ) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("pictures")
-    told = run_client(
-        "playwright", "bin/python", str(PROBE), server.url, KEY, str(folder), cwd=folder
-    )
+    folder = versions / "pictures"
+    folder.mkdir()
+    words = (str(PROBE), server.url, KEY, str(folder))
+    told = run_client("playwright", "bin/python", *words, cwd=folder)
     assert all((folder / name).stat().st_size > 10_000 for name in ("dark.png", "phone.png"))
     return json.loads(told.splitlines()[-1])
 
@@ -140,7 +107,5 @@ def test_names_of_clients_are_text_and_no_markup(seen: dict[str, Any]) -> None:
 
 
 def test_it_is_dark_where_the_reader_wants_it_dark(seen: dict[str, Any]) -> None:
-    brightness = {
-        kind: sum(map(int, view["paper"][4:-1].split(","))) for kind, view in seen.items()
-    }
-    assert brightness["dark"] < 150 < 600 < brightness["phone"]
+    dark, light = (sum(map(int, seen[k]["paper"][4:-1].split(","))) for k in ("dark", "phone"))
+    assert dark < 150 < 600 < light

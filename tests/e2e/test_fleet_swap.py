@@ -220,13 +220,11 @@ def publish(root: Path, version: int, source: Path) -> None:
     """As the learner's publisher leaves a version: files, manifest, then `current`."""
     folder = root / f"v{version:06d}"
     shutil.copytree(source, folder / "vllm")
-    files = {
-        f"vllm/{path.name}": {
-            "bytes": path.stat().st_size,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        }
-        for path in sorted((folder / "vllm").iterdir())
-    }
+    files = {}
+    for path in sorted((folder / "vllm").iterdir()):
+        data = path.read_bytes()
+        known = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        files[f"vllm/{path.name}"] = known
     manifest = {"schema": 1, "version": version, "files": files, "layouts": ["vllm"]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (root / "current").write_text(f"{version}\n")

@@ -129,11 +129,8 @@ def test_recorded_texts_are_those_of_the_clients_and_lossless(
         "buffer": str(buffer), "version": "7", "engine": "e2e", "mend_expand_kernel": True,
         "admin": True,
     }  # fmt: skip
-    options = [
-        "--enable-prefix-caching",
-        "--additional-config",
-        json.dumps({"draftsmith": settings}),
-    ]
+    additional = json.dumps({"draftsmith": settings})
+    options = ["--enable-prefix-caching", "--additional-config", additional]
     variables = plugin_variables(tmp_path / "installed")
     log = tmp_path / "log.txt"
     with vllm_server(model, log, drafting(draft), options=options, variables=variables) as url:

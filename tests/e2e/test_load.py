@@ -64,15 +64,8 @@ class Publisher:
         self.num_published = 0
 
     def publish(self) -> None:
-        versions.publish(
-            self.root,
-            self._save,
-            family="eagle3",
-            target=checkpoint.identity(self.target),
-            parent=None,
-            data_range={},
-            gate={},
-        )
+        of = {"family": "eagle3", "target": checkpoint.identity(self.target)}
+        versions.publish(self.root, self._save, **of, parent=None, data_range={}, gate={})
         self.num_published += 1
 
     def _save(self, folder: Path) -> None:
@@ -162,11 +155,8 @@ def test_a_crowd_leaves_nothing_behind(
         ends = asyncio.run(crowd(server.url))
     kinds = ("running", "waiting")
     wait_until(lambda: not any(server.metric(f"vllm:num_requests_{kind}") for kind in kinds), 120)
-    print(
-        ends,
-        f"{publisher.num_published} versions, memory {memory.growth():+.2%} of "
-        f"{memory.resident_bytes[-1] >> 20} MiB",
-    )
+    resident = f"{memory.growth():+.2%} of {memory.resident_bytes[-1] >> 20} MiB"
+    print(ends, f"{publisher.num_published} versions, memory {resident}")
     assert min(ends["complete"], ends["left"]) > LEAST
     check_counters(server, ends, publisher)
     assert memory.growth() < 0.03
@@ -175,12 +165,8 @@ def test_a_crowd_leaves_nothing_behind(
 def check_counters(server: Any, ends: Counter[str], publisher: Publisher) -> None:
     # Blocks that the prefix cache keeps have no owner and count as free.
     assert server.metric("vllm:kv_cache_usage_perc") == 0
-    for name in (
-        "vllm:num_preemptions",
-        "vllm:prefix_cache_hits",
-        "vllm:spec_decode_num_draft_tokens",
-    ):
-        assert server.metric(f"{name}_total") > LEAST, name
+    for name in ("num_preemptions", "prefix_cache_hits", "spec_decode_num_draft_tokens"):
+        assert server.metric(f"vllm:{name}_total") > LEAST, name
     # Whoever left before the server had read the request was never admitted.
     ended = server.labelled("vllm:request_success_total", "finished_reason")
     assert ended["error"] == 0 and sum(ended.values()) <= 2 * ends.total()

@@ -98,13 +98,9 @@ def store() -> Iterator[dict[str, str]]:
     ) as server:
         wait_until(lambda: listens(port), 60)
         (packages,) = home.glob("lib/python*/site-packages")
-        yield {
-            "PYTHONPATH": str(packages),
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
+        keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+        place = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+        yield {"PYTHONPATH": str(packages), **keys, **place}
         server.kill()
 
 

@@ -56,24 +56,22 @@ def test_clients_get_the_bytes_of_vllm(model: Path, tmp_path: Path) -> None:
         proxied(url, tmp_path / "seen", sampler="greedy") as proxy,
         httpx.Client(timeout=600) as http,
     ):
+
+        def of_both(path: str, body: dict[str, Any]) -> list[httpx.Response]:
+            return [http.post(base + path, json=body) for base in (url, proxy.url)]
+
         for path, fields in PATHS.items():
             body = {"model": "tiny", **fields, "max_tokens": TOKENS, "temperature": 0}
             body["return_token_ids"] = True
             ids = http.post(url + path, json=body).json()
             for is_stream in (False, True):
-                direct, through = (
-                    http.post(base + path, json={**body, "stream": is_stream})
-                    for base in (url, proxy.url)
-                )
+                direct, through = of_both(path, {**body, "stream": is_stream})
                 assert direct.status_code == through.status_code == 200
                 own = values(through.content, is_stream=is_stream)
                 assert own == values(direct.content, is_stream=is_stream)
                 name = bodies(through.content, is_stream=is_stream)[0]["id"]
                 expected[hashed_answer(name)] = tokens_of(ids)
-        refused = {"model": "tiny", "prompt": [1], "n": -1}
-        direct, through = (
-            http.post(base + "/v1/completions", json=refused) for base in (url, proxy.url)
-        )
+        direct, through = of_both("/v1/completions", {"model": "tiny", "prompt": [1], "n": -1})
         assert direct.status_code == through.status_code == 400
         assert direct.content == through.content
     counters = proxy.counters

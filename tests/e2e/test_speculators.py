@@ -9,7 +9,6 @@ transformers of its time.
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.files import read_json
 from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import run
+from tests.e2e.workshop import python_of, run_python
 from tests.noise import noisy
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -66,17 +66,10 @@ def exported(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[..., P
 
 def run_library(*arguments: str, release: str = "") -> None:
     """`release`: a folder beside the environment's `bin` that comes first on the path."""
-    python = os.environ.get("DRAFTSMITH_SPECULATORS_PYTHON")
-    assert python, (
-        "DRAFTSMITH_SPECULATORS_PYTHON is not set: run scripts/test --all, which installs "
-        "speculators and sets it"
-    )
+    python = python_of("DRAFTSMITH_SPECULATORS_PYTHON")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(Path(python).parents[1] / release) if release else ""
-    finished = subprocess.run(
-        [python, *arguments], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
+    run_python([python, *arguments], env=environment)
 
 
 def read_back(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -88,11 +81,8 @@ def read_back(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 def differing(folder: Path, read: dict[str, torch.Tensor]) -> list[str]:
     written = load_file(folder / "model.safetensors")
-    return sorted(
-        name
-        for name, tensor in written.items()
-        if name not in read or not torch.equal(read[name], tensor)
-    )
+    same = [name for name in written if name in read and torch.equal(read[name], written[name])]
+    return sorted(written.keys() - same)
 
 
 @pytest.mark.parametrize("shape", ["plain", "3.1"])
@@ -173,11 +163,8 @@ def test_the_library_computes_the_same_of_mtp_modules(
     kind: str, tiny_target: Callable[..., str], tmp_path: Path
 ) -> None:
     target = Target.load(tiny_target(kind), dtype=torch.float32)
-    drafter = (
-        AppendedMtp(target, SPECULATORS)
-        if kind == "qwen3"
-        else Mtp.create(MtpOptions(), target, seed=0)
-    )
+    new = AppendedMtp(target, SPECULATORS) if kind == "qwen3" else None
+    drafter = new or Mtp.create(MtpOptions(), target, seed=0)
     folder = noised(drafter, target, tmp_path)
     config, read = read_back(folder)
     assert config["class"] == "MTPDraftModel" and differing(folder, read) == []

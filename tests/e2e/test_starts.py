@@ -141,13 +141,8 @@ def server(room: Path) -> Iterator[str]:
 def process(room: Path, words: list[str]) -> Iterator[tuple[Forked, Callable[[str], None]]]:
     """The command, and a function that waits until it has printed a text."""
     variables = {"DRAFTSMITH_API_KEY": "key"}
-    running = Forked(
-        cli(*words),
-        cwd=room,
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    running = Forked(cli(*words), cwd=room, env=os.environ | variables, **streams)
 
     def wait(text: str) -> None:
         said = running.stdout.read

@@ -164,18 +164,11 @@ def test_sampled_answers_of_vllm_end_with_the_end_of_text(place: Place) -> None:
 
 
 def test_what_vllm_refuses_is_told_with_its_mend(place: Place, settings: TrainConfig) -> None:
-    one = replace(
-        settings,
-        out=str(place.folder / "none"),
-        teacher="live",
-        target_server=place.url,
-        target_logprobs=TOP,
-    )
+    served = {"teacher": "live", "target_server": place.url, "target_logprobs": TOP}
+    one = replace(settings, out=str(place.folder / "none"), **served)
+    more = f"{TOP + 1}, which .*; start vLLM with --max-logprobs {TOP + 1}"
     for changes, says in (
-        (
-            {"target_logprobs": TOP + 1},
-            f"{TOP + 1}, which .*; start vLLM with --max-logprobs {TOP + 1}",
-        ),
+        ({"target_logprobs": TOP + 1}, more),
         ({"target_logprobs": 0}, "give target_logprobs=64 too"),
         ({"family": "eagle3", "draft": None}, "states of the target, which no server gives"),
     ):
@@ -184,15 +177,10 @@ def test_what_vllm_refuses_is_told_with_its_mend(place: Place, settings: TrainCo
     logprobs = PromptLogprobs(PatientServer(place.url, "target_server"), 4096, TOP)
     for length in (MAX_MODEL_LEN, MAX_MODEL_LEN + 1):
         ids = torch.full((1, length), 7)
+        mask, weights = torch.ones_like(ids), torch.ones(1, length)
+        text = TextBatch(input_ids=ids, attention_mask=mask, weights=weights)
         with pytest.raises(UserError, match=r"give a max_length below its --max-model-len"):
-            logprobs.read(
-                TextBatch(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    weights=torch.ones(1, length),
-                ),
-                (),
-            )
+            logprobs.read(text, ())
 
 
 def test_another_key_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

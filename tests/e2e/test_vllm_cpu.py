@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,8 @@ from tests.e2e.workshop import (
     check_shifted,
     exported,
     predicted_tau,
+    python_of,
+    run_python,
     save_llama,
     save_target,
     served,
@@ -71,18 +72,9 @@ def native_workshop(
 ) -> Path:
     """The same of a target of experts that brings its MTP module along."""
     folder = tmp_path_factory.mktemp("native-workshop")
-    shape = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "moe_intermediate_size": 64,
-        "head_dim": 32,
-        "num_hidden_layers": 4,
-    }
-    shutil.copytree(
-        native_target("glm4_moe", **shape),
-        folder / "target",
-        ignore=shutil.ignore_patterns("whole"),
-    )
+    shape = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64}
+    target = native_target("glm4_moe", **shape, head_dim=32, num_hidden_layers=4)
+    shutil.copytree(target, folder / "target", ignore=shutil.ignore_patterns("whole"))
     answer(folder)
     return folder
 
@@ -137,11 +129,6 @@ def vllm(
     repeats: int = 1,
 ) -> dict[str, Any]:
     """Answers to all prompts. Sampled ones come with the plugin's `mend_expand_kernel`."""
-    python = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
-    assert python, (
-        "DRAFTSMITH_VLLM_PYTHON is not set: run scripts/test --all, which installs vLLM for the "
-        "CPU and sets it"
-    )
     out = folder / "vllm-result.json"
     out.unlink(missing_ok=True)
     job = {
@@ -154,17 +141,11 @@ def vllm(
     write_json(folder / "vllm-job.json", job)
     environment = {
         **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": (
-            "1"
-        ),
-        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
         **(plugin_variables(folder / "installed") if temperature else {}),
     }  # fmt: skip
-    command = [python, str(probe), str(folder / "vllm-job.json")]
-    finished = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert finished.returncode == 0 and out.is_file(), (finished.stdout + finished.stderr)[-5000:]
+    command = [python_of("DRAFTSMITH_VLLM_PYTHON"), probe, folder / "vllm-job.json"]
+    run_python(command, cwd=folder, env=environment)
     return json.loads(out.read_text())
 
 
@@ -177,11 +158,8 @@ def check(folder: Path, family: str, found: dict[str, Any], plain: dict[str, Any
 
 
 def speculation(folder: Path, method: str, draft: str | None = None) -> dict[str, Any]:
-    return {
-        "method": method,
-        "num_speculative_tokens": K,
-        **({} if draft is None else {"model": str(folder / draft)}),
-    }
+    model = {} if draft is None else {"model": str(folder / draft)}
+    return {"method": method, "num_speculative_tokens": K, **model}
 
 
 # A stitched MTP module is in the model's own folder; the layout of speculators names its target.
@@ -247,21 +225,14 @@ def test_a_module_beside_a_qwen3_accepts_what_was_predicted(qwen3_workshop: Path
     """vLLM has no MTP kind for Qwen3: the module comes as MiMo's, in a folder of its own."""
     draft = exported(qwen3_workshop, "mtp", "vllm")
     options = vllm_options("mtp", "target", str(qwen3_workshop / draft), K)
-    found = vllm(
-        qwen3_workshop,
-        options["model"],
-        options["speculative_config"],
-        overrides=options["hf_overrides"],
-    )
+    speculative, overrides = options["speculative_config"], options["hf_overrides"]
+    found = vllm(qwen3_workshop, options["model"], speculative, overrides=overrides)
     check(qwen3_workshop, "mtp", found, without_speculation(qwen3_workshop))
 
 
 def test_a_targets_own_module_accepts_what_was_predicted(native_workshop: Path) -> None:
-    found = vllm(
-        native_workshop,
-        exported(native_workshop, "mtp", "vllm"),
-        speculation(native_workshop, "mtp"),
-    )
+    draft = exported(native_workshop, "mtp", "vllm")
+    found = vllm(native_workshop, draft, speculation(native_workshop, "mtp"))
     check(native_workshop, "mtp", found, without_speculation(native_workshop))
 
 

@@ -59,14 +59,8 @@ def build_sdist(source: Path, out: Path, install_tools: Callable[..., None]) -> 
     install_tools(out / "tools", os.environ, "setuptools>=80")
     script = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
     environment = {**os.environ, "PYTHONPATH": str(out / "tools")}
-    subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=source,
-        env=environment,
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
+    place: Any = {"cwd": source, "env": environment, "check": True, "capture_output": True}
+    subprocess.run([sys.executable, "-c", script], timeout=300, **place)
     return next(out.glob("draftsmith-*.tar.gz"))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,11 +104,20 @@ def answer(folder: Path) -> None:
     )  # fmt: skip
 
 
+def python_of(variable: str) -> str:
+    """Of the environment of a library of others."""
+    python = os.environ.get(variable)
+    assert python, f"{variable} is not set: run scripts/test --all, which makes what it names"
+    return python
+
+
+def run_python(command: Sequence[str | Path], timeout_s: float = 900, **options: Any) -> None:
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **options)
+    assert finished.returncode == 0, (finished.stdout + finished.stderr)[-5000:]
+
+
 def draftsmith(folder: Path, *arguments: str) -> None:
-    finished = subprocess.run(
-        cli(*arguments), cwd=folder, capture_output=True, text=True, timeout=900
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    run_python(cli(*arguments), cwd=folder)
 
 
 def texts(folder: Path, data: str = "data") -> list[tuple[list[int], list[int]]]:
@@ -117,11 +127,8 @@ def texts(folder: Path, data: str = "data") -> list[tuple[list[int], list[int]]]
         for shard in sorted((folder / data).glob("*.parquet"))
         for row in pyarrow.parquet.read_table(shard).to_pylist()
     ]
-    begins = [row["loss_mask"].index(1) for row in rows]
-    return [
-        (row["input_ids"][:begin], row["input_ids"][begin:])
-        for row, begin in zip(rows, begins, strict=True)
-    ]
+    begun = [(row["input_ids"], row["loss_mask"].index(1)) for row in rows]
+    return [(ids[:begin], ids[begin:]) for ids, begin in begun]
 
 
 def trained(folder: Path, family: str) -> Path:
@@ -152,10 +159,8 @@ def brings_module(target: Path) -> bool:
 def exported(folder: Path, family: str, engine: str, *more: str) -> str:
     out = f"{family}-{engine}"
     draft = trained(folder, family)
-    k = str(K)
-    draftsmith(
-        folder, "export", draft.name, "--to", engine, "--out", out, "--speculative-tokens", k, *more
-    )
+    flags = ("--to", engine, "--out", out, "--speculative-tokens", str(K))
+    draftsmith(folder, "export", draft.name, *flags, *more)
     return out
 
 
@@ -177,13 +182,11 @@ class Served(NamedTuple):
 def served(folder: Path, family: str, *, temperature: float = 0.0, repeats: int = 1) -> Served:
     """The same prompts and draft in our own engine."""
     target = Target.load(folder / "target")
-    engine = build_engine(
-        target, checkpoint.load(trained(folder, family), target), EngineConfig(k=K, max_batch=8)
-    )
-    answers = engine.generate(
-        [prompt for prompt, _ in texts(folder)] * repeats,
-        SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS),
-    )
+    draft = checkpoint.load(trained(folder, family), target)
+    engine = build_engine(target, draft, EngineConfig(k=K, max_batch=8))
+    prompts = [prompt for prompt, _ in texts(folder)] * repeats
+    sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
+    answers = engine.generate(prompts, sampling)
     counts = engine.stats.acceptance
     assert counts.tau is not None
     # The first token of an answer comes with its prompt.
