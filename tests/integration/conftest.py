@@ -33,6 +33,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.record import Sink
 from draftsmith.serve.command import bind
 from draftsmith.serve.config import EngineConfig, HttpOptions
+from draftsmith.serve.engine import build
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
@@ -76,6 +77,16 @@ class LiveServer:
             "/v1/completions", json={"model": MODEL, "prompt": prompt, **parameters}
         )
 
+    def choice(self, prompt: object, **parameters: object) -> dict[str, Any]:
+        """The first of an answer."""
+        return self.complete(prompt, **parameters).json()["choices"][0]
+
+    def told(self, path: str, **body: object) -> dict[str, Any]:
+        return self.http.post(path, json={"model": MODEL, **body}).json()
+
+    def chat(self, messages: object, **body: object) -> dict[str, Any]:
+        return self.told("/v1/chat/completions", messages=messages, **body)
+
     def events(self, path: str, **body: object) -> list[dict[str, Any]]:
         """Values of a stream, which has to end as OpenAI's do."""
         whole = {"model": MODEL, "stream": True, **body}
@@ -106,6 +117,16 @@ class LiveServer:
         self.loop.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def uncaptured(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forwards run as the model has them, but in modules with `CAPTURED`: to capture takes longer
+    than the answers of most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not getattr(request.module, "CAPTURED", False):
+            patch.setattr(build, "capture_forwards", lambda *given: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def target_folder(tiny_target: Callable[..., str]) -> str:
     return tiny_target("llama")
@@ -116,10 +137,8 @@ def data(tmp_path_factory: pytest.TempPathFactory, target_folder: str) -> Path:
     """Sampled answers of the tiny target."""
     target = Target.load(target_folder)
     generator = torch.Generator().manual_seed(0)
-    prompts = [
-        torch.randint(3, 288, (4 + number % 5,), generator=generator).tolist()
-        for number in range(48)
-    ]
+    sizes = [4 + number % 5 for number in range(48)]
+    prompts = [torch.randint(3, 288, (size,), generator=generator).tolist() for size in sizes]
     answers = target.answer(prompts, max_new_tokens=16, temperature=1.0, batch_size=48)
     rows = rows_of(prompts, answers, held_out=range(0, len(prompts), 6))
     return write_rows(tmp_path_factory.mktemp("data"), rows, sampled_from(target))
@@ -243,18 +262,10 @@ class Loop:
         record_taps: int = 0,
     ) -> float:
         """Accepted share of the offered tokens. `folder` is served under the name of `version`."""
-        self.record(
-            folder or self.root / "draft",
-            self.prompts(count, seed),
-            seed=seed,
-            version=version,
-            record_taps=record_taps,
-        )
-        records = [
-            one
-            for one in BufferReader(self.config.buffer).read(max_records=10**6).records
-            if one.draft_version == str(version)
-        ]
+        options = {"seed": seed, "version": version, "record_taps": record_taps}
+        self.record(folder or self.root / "draft", self.prompts(count, seed), **options)
+        everything = BufferReader(self.config.buffer).read(max_records=10**6).records
+        records = [one for one in everything if one.draft_version == str(version)]
         accepted = sum(one.accepted for one in records)
         return accepted / sum(min(one.accepted + 1, len(one.drafted)) for one in records)
 
@@ -263,14 +274,9 @@ class Loop:
     ) -> None:
         """Answer the prompts with the draft in a folder, and write their rounds into the buffer."""
         writer = BufferWriter(self.config.buffer, flush_s=60.0, flush_records=10**6)
-        engine = build_engine(
-            self.target,
-            checkpoint.load(folder, self.target),
-            # To record takes longer than to serve.
-            EngineConfig(k=3, compile="off", **options),
-            sink=writer,
-            draft_version=str(version),
-        )
+        draft = checkpoint.load(folder, self.target)
+        config = EngineConfig(k=3, compile="off", **options)
+        engine = build_engine(self.target, draft, config, sink=writer, draft_version=str(version))
         engine.generate(prompts, self.sampling, text=False)
         writer.close()
 

@@ -31,24 +31,15 @@ def test_any_of_several_keys_opens_and_nothing_else_does(
     target: Target, live_server: Callable
 ) -> None:
     server = live_server(target, None, EngineConfig(), api_key=("first", "second"))
-    for wrong in (
-        None,
-        "Bearer third",
-        "Bearer",
-        "Basic first",
-        "first",
-        "Bearer firs",
-        "Bearer first second",
-    ):
+    others = ("Bearer third", "Bearer", "Basic first", "first", "Bearer firs")
+    for wrong in (None, *others, "Bearer first second"):
         headers = {} if wrong is None else {"authorization": wrong}
         refused = server.http.get("/v1/models", headers=headers)
         assert error(refused, 401, "invalid_api_key")["type"] == "authentication_error"
         assert refused.headers["www-authenticate"] == "Bearer"
     for key in ("first", "second"):
-        assert (
-            server.http.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code
-            == 200
-        )
+        headers = {"authorization": f"bearer {key}"}
+        assert server.http.get("/v1/models", headers=headers).status_code == 200
     # Nothing of a body is read for someone without a key, and what monitors need is open.
     assert server.http.post("/v1/completions", content=b"{bad").status_code == 401
     for path in ("/health", "/ping", "/version", "/metrics", "/load", "/openapi.json"):
@@ -79,17 +70,14 @@ def test_a_body_that_is_too_large_is_refused(
 
 def test_one_answer_too_many_at_a_time_is_put_off(target: Target, live_server: Callable) -> None:
     server = live_server(target, None, EngineConfig(), max_concurrency=1).slow(0.02)
-    with server.http.stream(
-        "POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True, **LONG}
-    ) as answer:
+    body = {"model": "tiny", "prompt": "x", "stream": True, **LONG}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert server.http.get("/load").json() == {"server_load": 1}
         refused = server.complete("y", max_tokens=1)
-        assert (
-            error(refused, 429, "overloaded")["type"] == "rate_limit_error"
-            and refused.headers["retry-after"] == "1"
-        )
+        assert error(refused, 429, "overloaded")["type"] == "rate_limit_error"
+        assert refused.headers["retry-after"] == "1"
         # Whatever makes no answers goes on.
         assert server.http.get("/v1/models").status_code == 200
     wait_until(lambda: server.http.get("/load").json() == {"server_load": 0})
@@ -125,15 +113,8 @@ def test_a_request_that_takes_too_long_is_ended(target: Target, live_server: Cal
     assert events[-1]["error"]["code"] == "timeout"
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.APIError, match="no answer within"):
-        list(
-            client.completions.create(
-                model="tiny",
-                prompt="x",
-                stream=True,
-                max_tokens=200,
-                extra_body={"ignore_eos": True},
-            )
-        )
+        asked: Any = {"model": "tiny", "prompt": "x", "stream": True, "max_tokens": 200}
+        list(client.completions.create(**asked, extra_body={"ignore_eos": True}))
     wait_until(lambda: not server.engine.scheduler.busy)  # ended requests do not go on
     assert server.complete("x", max_tokens=1).status_code == 200
 
@@ -146,10 +127,8 @@ def test_a_server_that_goes_down_says_so(target: Target, live_server: Callable) 
         next(lines)
         server.loop.close()
         rest = [line for line in lines if line]
-    assert (
-        json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
-        and rest[-1] == "data: [DONE]"
-    )
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert rest[-1] == "data: [DONE]"
     assert error(server.complete("x"), 503, "shutting_down")["type"] == "server_error"
     assert server.http.get("/health").status_code == 503
 
@@ -178,26 +157,20 @@ def answer_to(connection: socket.socket) -> bytes:
     return answer
 
 
-def test_a_body_that_does_not_come_holds_nobody_up(target: Target, live_server: Callable) -> None:
-    server = live_server(target, None, EngineConfig(), request_timeout_s=2.0, max_concurrency=2)
+def test_heads_and_bodies_that_do_not_come_hold_nobody_up_and_are_given_up(
+    target: Target, live_server: Callable
+) -> None:
+    server = live_server(target, None, EngineConfig(), request_timeout_s=1.0, max_concurrency=2)
     begun_s = time.monotonic()
-    waiting = [connected(server, head(100) + b"{") for _ in range(4)]
+    bodies = [connected(server, head(100) + b"{") for _ in range(4)]
+    heads = [connected(server, sent) for sent in (b"", b"POST /v1/compl", head(100)[:-2])]
     assert server.complete("x", max_tokens=1).status_code == 200
-    for connection in waiting:
+    for connection in bodies:
         answer = answer_to(connection)
         assert answer.startswith(b"HTTP/1.1 408") and b'"code":"timeout"' in answer
-    assert 2.0 <= time.monotonic() - begun_s < 15
-    assert server.http.get("/load").json() == {"server_load": 0}
-
-
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/compl", head(100)[:-2]])
-def test_a_head_that_does_not_come_is_given_up(
-    sent: bytes, target: Target, live_server: Callable
-) -> None:
-    server = live_server(target, None, EngineConfig(), request_timeout_s=1.0)
-    begun_s = time.monotonic()
-    assert answer_to(connected(server, sent)) == b""
+    assert [answer_to(connection) for connection in heads] == [b""] * 3
     assert 1.0 <= time.monotonic() - begun_s < 15
+    assert server.http.get("/load").json() == {"server_load": 0}
     # Not on a connection that waits for its next request, nor on one that waits for an answer.
     server.slow(0.02)
     assert server.complete("x", max_tokens=10).status_code == 200
@@ -206,21 +179,21 @@ def test_a_head_that_does_not_come_is_given_up(
 def test_the_time_of_a_request_begins_when_it_arrives(
     target: Target, live_server: Callable
 ) -> None:
-    server = live_server(target, None, EngineConfig(), request_timeout_s=4.0).slow(0.05)
+    server = live_server(target, None, EngineConfig(), request_timeout_s=2.5).slow(0.05)
     body = json.dumps({"prompt": "x", **LONG}).encode()
     begun_s = time.monotonic()
     connection = connected(server, head(len(body)) + body[:5])
-    time.sleep(3.5)
+    time.sleep(2.2)
     connection.sendall(body[5:])
     assert connection.recv(12) == b"HTTP/1.1 408"
     connection.close()
-    assert time.monotonic() - begun_s < 7.0, "it began when the body had come"
+    assert time.monotonic() - begun_s < 4.6, "it began when the body had come"
 
 
 def test_a_prompt_that_cannot_fit_is_not_tokenized(target: Target, live_server: Callable) -> None:
     server = live_server(target, None, EngineConfig())
     most = target.num_positions * max(map(len, target.tokenizer().get_vocab()))
-    for prompt in ("x" * (most + 1), "x \n" * 1_000_000):
+    for prompt in ("x" * (most + 1), "x \n" * 100_000):
         refused = error(server.complete(prompt, max_tokens=1), 400, None)
         assert refused["param"] == "prompt" and f"{len(prompt)} characters" in refused["message"]
     refused = error(server.complete("x" * most, max_tokens=1), 400, None)
@@ -233,9 +206,7 @@ def test_ids_that_would_keep_everybody_waiting_are_not_decoded(
     target: Target, live_server: Callable
 ) -> None:
     server = live_server(target, None, EngineConfig())
-    for count in (65_537, 1_000_000):
-        refused = server.http.post("/detokenize", json={"tokens": [40] * count})
-        refusal = error(refused, 400, None)
-        assert refusal["param"] == "tokens" and f"{count} ids" in refusal["message"]
-    decoded = server.http.post("/detokenize", json={"tokens": [40] * 65_536}).json()["prompt"]
+    refused = error(server.http.post("/detokenize", json={"tokens": [40] * 65_537}), 400, None)
+    assert refused["param"] == "tokens" and "65537 ids" in refused["message"]
+    decoded = server.told("/detokenize", tokens=[40] * 65_536)["prompt"]
     assert decoded == target.tokenizer().decode([40]) * 65_536
