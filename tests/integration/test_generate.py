@@ -29,22 +29,19 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.lock import folder_lock
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.engine import build
 from tests import forked
 from tests.conftest import small_files
 from tests.forked import cli, one_thread
 
 
+@pytest.fixture(scope="module")
+def path(target_folder: str) -> str:
+    return target_folder
+
+
 def config(target: str, out: Path, **changes: object) -> GenerateConfig:
-    values: dict = {
-        "prompts": "stdlib:prose",
-        "count": 22,
-        "prompt_tokens": 12,
-        "max_tokens": 16,
-        "batch": 4,
-        "shard": 8,
-        "seed": 5,
-    }
+    values: dict = {"prompts": "stdlib:prose", "count": 22, "prompt_tokens": 12, "max_tokens": 16}
+    values |= {"batch": 4, "shard": 8, "seed": 5}
     return GenerateConfig(target=target, out=str(out), **{**values, **changes})
 
 
@@ -52,13 +49,6 @@ WORDS = shlex.split(
     "--prompts stdlib:prose --count 22 --prompt-tokens 12 --max-tokens 16 --batch 4 --shard 8 "
     "--seed 5 --store-taps bf16"
 )
-
-
-@pytest.fixture
-def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards run as the model has them, for tests of the folder: capturing takes longer than these
-    answers."""
-    monkeypatch.setattr(build, "capture_forwards", lambda *given: None)
 
 
 def cut_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,29 +63,22 @@ def cut_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(folder: Path) -> list[dict]:
-    opened = datasets.load_dataset(
-        "parquet",
-        data_files=str(folder / "part-*.parquet"),
-        split="train",
-        cache_dir=str(folder / ".cache"),
-    )
-    return opened.to_list()
+    parts = sorted(folder.glob("part-*.parquet"))
+    return [row for part in parts for row in pq.read_table(part).to_pylist()]
 
 
-def test_answers_distributions_and_provenance(
-    tiny_target: Callable[..., str], tmp_path: Path
-) -> None:
-    path = tiny_target("llama")
+def test_answers_distributions_and_provenance(path: str, tmp_path: Path) -> None:
     assert generate.run(config(path, tmp_path / "d", top_logprobs=8)) == 0
     found = rows(tmp_path / "d")
     assert [row["index"] for row in found] == list(range(22))
+    files = str(tmp_path / "d" / "part-*.parquet")
+    opened = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))
+    assert opened["train"].to_list() == found
     target = Target.load(path)
     for row in found[:5]:
         prompt = len(row["loss_mask"]) - sum(row["loss_mask"])
-        assert (
-            row["loss_mask"] == [0] * prompt + [1] * (len(row["input_ids"]) - prompt)
-            and 0 < sum(row["loss_mask"]) <= 16
-        )
+        assert row["loss_mask"] == [0] * prompt + [1] * (len(row["input_ids"]) - prompt)
+        assert 0 < sum(row["loss_mask"]) <= 16
         logits = target.model(torch.tensor([row["input_ids"]])).logits[0, prompt - 1 : -1].double()
         expected = logits.log_softmax(-1).topk(8)
         torch.testing.assert_close(
@@ -104,27 +87,23 @@ def test_answers_distributions_and_provenance(
         mass = torch.tensor(row["top_logprobs"]).exp().sum(-1) + torch.tensor(row["tail"])
         torch.testing.assert_close(mass, torch.ones_like(mass), atol=1e-5, rtol=0)
     provenance = json.loads((tmp_path / "d" / "provenance.json").read_text())
-    assert (
-        provenance["complete"] and provenance["answers"] == 22 and provenance["temperature"] == 1.0
-    )
+    assert provenance["complete"] and provenance["answers"] == 22
+    assert provenance["temperature"] == 1.0
     assert provenance["tokens"] == sum(sum(row["loss_mask"]) for row in found)
     assert provenance["target_revision"] == target.revision
 
 
-@pytest.mark.usefixtures("uncaptured", "capsys")  # What is printed goes to no file.
+@pytest.mark.usefixtures("capsys")  # What is printed goes to no file.
 def test_a_full_disk_is_one_sentence_and_costs_what_was_not_written(
-    tiny_target: Callable[..., str], tmp_path: Path
+    path: str, tmp_path: Path
 ) -> None:
     """Files of more bytes fail: the record, a batch of answers, their shard, and its states."""
-    path = tiny_target("llama")
     given = config(path, tmp_path / "full", count=8, top_logprobs=30, store_taps="bf16")
+    batches = [f".batch-00000-00000000{first}.parquet" for first in (0, 4)]
     failures = (
         (200, []),
         (6_000, ["provenance.json"]),
-        (
-            22_000,
-            [f".batch-00000-00000000{first}.parquet" for first in (0, 4)] + ["provenance.json"],
-        ),
+        (22_000, [*batches, "provenance.json"]),
         (36_000, ["part-00000.parquet", "provenance.json"]),
     )
     says = r"written to '.*/full' \(.*File too large"
@@ -138,27 +117,18 @@ def test_a_full_disk_is_one_sentence_and_costs_what_was_not_written(
         assert one.read_bytes() == (tmp_path / "full" / one.name).read_bytes()
 
 
-def test_a_second_run_in_the_folder_is_refused(
-    tiny_target: Callable[..., str], tmp_path: Path
-) -> None:
-    given = config(tiny_target("llama"), tmp_path / "data", count=4)
-    with (
-        folder_lock(given.out, "generate"),
-        pytest.raises(
-            UserError, match=f"data' is in use by another generate .process {os.getpid()} "
-        ),
-    ):
+def test_a_second_run_in_the_folder_is_refused(path: str, tmp_path: Path) -> None:
+    given = config(path, tmp_path / "data", count=4)
+    says = f"data' is in use by another generate .process {os.getpid()} "
+    with folder_lock(given.out, "generate"), pytest.raises(UserError, match=says):
         generate.run(given)
     assert generate.run(given) == 0
     assert not (tmp_path / "data" / "generate.lock").exists()
 
 
 @pytest.mark.long
-def test_processes_of_a_launcher_write_what_one_writes(
-    tiny_target: Callable[..., str], tmp_path: Path
-) -> None:
+def test_processes_of_a_launcher_write_what_one_writes(path: str, tmp_path: Path) -> None:
     """Three shards by two processes, one of which was killed before; states are stored, too."""
-    path = tiny_target("llama")
     words = cli("generate", "--target", path, *WORDS)
     whole = forked.run([*words, "--out", tmp_path / "whole"], env=one_thread())
     assert whole.returncode == 0
@@ -200,15 +170,13 @@ def test_what_several_processes_cannot_do_is_refused(
         generate.check(config("target", tmp_path / "d", **changes))
 
 
-@pytest.mark.usefixtures("uncaptured")
 @pytest.mark.parametrize(
     "point", ["before the rename", "between the deletions", "in a shard's file"]
 )
 def test_generation_goes_on_where_it_was_cut_off(
-    tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     """While a shard is joined, or by a file that is half there afterwards."""
-    path = tiny_target("llama")
     generate.run(config(path, tmp_path / "whole"))
     real = Path.unlink
     deleted = 0
@@ -255,11 +223,9 @@ def test_generation_goes_on_where_it_was_cut_off(
     assert not list((tmp_path / "cut").glob(".batch-*"))
 
 
-@pytest.mark.usefixtures("uncaptured")
 def test_answers_are_spread_over_temperatures_and_resume_to_the_same(
-    tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_target("llama")
     changes: dict = {"temperature": (0.0, 0.7, 1.0), "count": 9, "max_tokens": 6, "top_logprobs": 2}
     generate.run(config(path, tmp_path / "whole", **changes))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
@@ -284,13 +250,11 @@ def test_answers_are_spread_over_temperatures_and_resume_to_the_same(
     ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("uncaptured")
 def test_an_answer_follows_from_its_prompt_and_seed_whatever_shares_its_batch(
-    tiny_target: Callable[..., str], tmp_path: Path
+    path: str, tmp_path: Path
 ) -> None:
     """Long and short prompts, three at a time: each answer is the target's own to that prompt alone,
     with its seed."""
-    path = tiny_target("llama")
     text = "The draft proposes and the target verifies every token of it"
     prompts = [text[: 4 + 6 * n] * (9 if n == 4 else 1) for n in range(8)]
     (tmp_path / "p.txt").write_text("\n".join(prompts))
@@ -301,23 +265,16 @@ def test_an_answer_follows_from_its_prompt_and_seed_whatever_shares_its_batch(
     lengths = [len(row["loss_mask"]) - sum(row["loss_mask"]) for row in found]
     assert lengths == [len(target.tokenizer().encode(prompt)) for prompt in prompts]
     for row, length in zip(found, lengths, strict=True):
-        (alone,) = target.answer(
-            [row["input_ids"][:length]],
-            max_new_tokens=16,
-            temperature=0.8,
-            top_k=9,
-            seeds=[seed_of(5, row["index"])],
-        )
+        asked = {"temperature": 0.8, "top_k": 9, "seeds": [seed_of(5, row["index"])]}
+        (alone,) = target.answer([row["input_ids"][:length]], max_new_tokens=16, **asked)
         assert row["input_ids"][length:] == alone
     with pytest.raises(UserError, match="give more --memory-gib"):
         generate.run(config(path, tmp_path / "little", memory_gib=2e-5, **changes))
 
 
-@pytest.mark.usefixtures("uncaptured")
 def test_started_folder_with_other_options_and_foreign_folder_are_refused(
-    tiny_target: Callable[..., str], tmp_path: Path
+    path: str, tmp_path: Path
 ) -> None:
-    path = tiny_target("llama")
     generate.run(config(path, tmp_path / "d", count=4))
     with pytest.raises(UserError, match=r"temperature 1\.0"):
         generate.run(config(path, tmp_path / "d", count=4, temperature=0.5))
@@ -327,23 +284,16 @@ def test_started_folder_with_other_options_and_foreign_folder_are_refused(
         generate.run(config(path, tmp_path / "other"))
 
 
-def test_answers_longer_than_the_target_reads_are_refused(
-    tiny_target: Callable[..., str], tmp_path: Path
-) -> None:
+def test_answers_longer_than_the_target_reads_are_refused(path: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="context of 256"):
-        generate.run(config(tiny_target("llama"), tmp_path / "d", max_tokens=4096))
+        generate.run(config(path, tmp_path / "d", max_tokens=4096))
 
 
-@pytest.mark.usefixtures("uncaptured")
 def test_answers_of_a_server_are_the_targets(
-    tiny_target: Callable[..., str],
-    live_server: Callable,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    path: str, live_server: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy: the server's answers are the target's own, end-of-text tokens included, and a started
     folder is resumed."""
-    path = tiny_target("llama")
     server = live_server(Target.load(path), None, EngineConfig(block_size=8, num_blocks=256))
     generate.run(config(path, tmp_path / "own", temperature=0.0, max_tokens=40))
     asked = config(path, tmp_path / "served", temperature=0.0, max_tokens=40, url=server.url)
@@ -370,29 +320,18 @@ def test_answers_of_a_server_are_the_targets(
 
 
 def test_chats_keep_their_answers_with_distributions_and_are_trained_on(
-    tiny_target: Callable[..., str], tmp_path: Path
+    path: str, tmp_path: Path
 ) -> None:
-    path = tiny_target("llama")
     turns = ["Who verifies?", "The target.", "Who learns?", "The draft learns."]
+    roles = ("user", "assistant") * 2
     chats = [
-        {
-            "messages": [
-                {"role": ("user", "assistant")[at % 2], "content": f"{text} {n}"}
-                for at, text in enumerate(turns)
-            ]
-        }
+        [{"role": role, "content": f"{text} {n}"} for role, text in zip(roles, turns)]
         for n in range(6)
     ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    kept = config(
-        path,
-        tmp_path / "d",
-        prompts=str(tmp_path / "chats.jsonl"),
-        count=None,
-        keep_answers=True,
-        top_logprobs=4,
-    )
-    generate.run(kept)
+    lines = "\n".join(json.dumps({"messages": chat}) for chat in chats)
+    (tmp_path / "chats.jsonl").write_text(lines)
+    options = {"count": None, "keep_answers": True, "top_logprobs": 4}
+    generate.run(config(path, tmp_path / "d", prompts=str(tmp_path / "chats.jsonl"), **options))
     tokenizer = Target.load(path).tokenizer()
     said = []
     for row in rows(tmp_path / "d"):
@@ -400,20 +339,16 @@ def test_chats_keep_their_answers_with_distributions_and_are_trained_on(
         said.append(tokenizer.decode([token for token, bit in answer if bit]))
         assert len(row["top_ids"]) == sum(row["loss_mask"])
     # A row each: by this template the end of an answer is no part of the next prompt.
-    assert said == [
-        turn["content"] + tokenizer.eos_token
-        for chat in chats
-        for turn in chat["messages"]
-        if turn["role"] == "assistant"
-    ]
+    answers = [turn["content"] for chat in chats for turn in chat[1::2]]
+    assert said == [answer + tokenizer.eos_token for answer in answers]
     # Nobody sampled it, so no temperature is claimed.
     assert json.loads((tmp_path / "d" / "provenance.json").read_text())["temperature"] is None
 
 
 @pytest.fixture
-def talkative(tiny_target: Callable[..., str], tmp_path: Path) -> str:
+def talkative(target_folder: str, tmp_path: Path) -> str:
     """A target whose tokens are words, a tenth of which end its turn."""
-    path = Path(shutil.copytree(tiny_target("llama"), tmp_path / "talkative"))
+    path = Path(shutil.copytree(target_folder, tmp_path / "talkative"))
     size = json.loads((path / "config.json").read_text())["vocab_size"]
     names = ["<end>", "<user>", "<assistant>", *(f"w{number}" for number in range(3, size))]
     model = models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="w3")
@@ -440,7 +375,6 @@ KILLED = """
 import os, sys
 from draftsmith import cli
 from draftsmith.distill.generate.answers import AnswerFolder
-from draftsmith.serve.engine import build
 build.capture_forwards = lambda *given: None
 add, batches = AnswerFolder.add, 0
 def add_then_die(self, shard, rows):
@@ -493,7 +427,6 @@ def test_prompts_that_the_target_writes_are_the_same_after_a_kill_and_by_several
     told, _ = ranks.communicate(timeout=240)
     assert ranks.returncode == 0 and told.count("20 answers") == 1, told
 
-    shutil.rmtree(whole / ".cache")
     found = contents(whole)
     assert contents(cut) == found
     # Two processes may write a shard more than one needs.
@@ -510,14 +443,12 @@ def test_a_folder_of_other_prompts_is_refused_before_any_is_written(
     assert [one.name for one in (tmp_path / "d").iterdir()] == ["provenance.json"]
 
 
-def test_a_target_without_a_chat_template_writes_no_prompts(
-    tiny_target: Callable[..., str], tmp_path: Path
-) -> None:
-    path = Path(shutil.copytree(tiny_target("llama"), tmp_path / "base"))
-    for one in path.glob("*template*"):
+def test_a_target_without_a_chat_template_writes_no_prompts(path: str, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(path, tmp_path / "base"))
+    for one in base.glob("*template*"):
         one.unlink()
-    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings = json.loads((base / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=r"can write no prompts of its own .*; give --prompts"):
-        generate.run(config(str(path), tmp_path / "d", prompts="", count=None, self_prompts=4))
+        generate.run(config(str(base), tmp_path / "d", prompts="", count=None, self_prompts=4))

@@ -4,33 +4,25 @@ ones."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from draftsmith.commands import generate
 from draftsmith.commands.generate import GenerateConfig
-from draftsmith.config import build as build_config
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.integration import test_generate
 from tests.integration.served import enumerated, fit
-from tests.integration.test_generate import cut_after, uncaptured
+from tests.integration.test_generate import cut_after, path
 
-pytestmark = pytest.mark.usefixtures("uncaptured")
+__all__ = ["path"]  # the fixture
 
-__all__ = ["uncaptured"]  # the fixture
 OPTIONS = {"eagle3": Eagle3Options(), "draft-lm": DraftLmOptions(target_layers=(0, 3))}
-
-
-@pytest.fixture(scope="module")
-def path(tiny_target: Callable[..., str]) -> str:
-    return tiny_target("llama")
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +36,11 @@ def folders(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
 
 
 def config(path: str, out: Path, **changes: object) -> GenerateConfig:
-    values: dict = {
-        "prompts": "stdlib:prose",
-        "count": 11,
-        "prompt_tokens": 12,
-        "max_tokens": 16,
-        "batch": 4,
-        "shard": 8,
-        "seed": 5,
-    }
-    return build_config(GenerateConfig, {"target": path, "out": str(out), **values, **changes})
+    return test_generate.config(path, out, **{"count": 9, **changes})
 
 
 def texts(folder: Path) -> list[list[int]]:
-    parts = sorted(folder.glob("part-*.parquet"))
-    return [text for part in parts for text in pq.read_table(part)["input_ids"].to_pylist()]
+    return [row["input_ids"] for row in test_generate.rows(folder)]
 
 
 def test_greedy_answers_are_the_same_with_a_draft_and_go_on_with_any(
@@ -68,7 +50,7 @@ def test_greedy_answers_are_the_same_with_a_draft_and_go_on_with_any(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    greedy = {"temperature": [0.0], "max_tokens": 24}
+    greedy = {"temperature": (0.0,), "max_tokens": 24}
     drafted = greedy | {"draft": folders["draft-lm"], "suffix": True}
     generate.run(config(path, tmp_path / "plain", **greedy))
     assert "tau" not in capsys.readouterr().out
@@ -87,7 +69,7 @@ def test_a_sampled_run_is_resumed_with_its_own_draft_alone(
     path: str, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever shares their batch and wherever the run is cut, answers are the same."""
-    drafted = {"draft": folders["eagle3"], "temperature": [0.0, 0.8], "k": 2}
+    drafted = {"draft": folders["eagle3"], "temperature": (0.0, 0.8), "k": 2}
     generate.run(config(path, tmp_path / "whole", **drafted))
     generate.run(config(path, tmp_path / "alone", **drafted, batch=1))
     assert texts(tmp_path / "alone") == texts(tmp_path / "whole")
