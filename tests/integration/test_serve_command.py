@@ -36,7 +36,8 @@ def servers_of_bench_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[Forked, str]]:
     port = free_port()
-    process = Forked(cli("serve", *arguments, "--port", port), stderr=subprocess.PIPE)
+    flags = ("--port", port, "--compile", "off")  # to capture takes longer than the answers
+    process = Forked(cli("serve", *arguments, *flags), stderr=subprocess.PIPE)
     try:
         url = f"http://127.0.0.1:{port}"
         wait_for(f"{url}/health", process, process.stderr.read, timeout_s=TIMEOUT_S)
@@ -46,27 +47,27 @@ def serving(*arguments: str) -> Iterator[tuple[Forked, str]]:
         process.communicate()
 
 
-def test_sigterm_lets_running_requests_finish_and_flushes_the_records(
-    tiny_target: Callable[..., str], tmp_path: Path
+def test_connections_stay_open_as_told_and_sigterm_lets_requests_finish_and_flushes_records(
+    target_folder: str, tmp_path: Path
 ) -> None:
     buffer = tmp_path / "buffer"
-    drafts = shlex.split("--ngram --prompt-lookup-min 1 --name tiny")
-    arguments = ("--target", tiny_target("llama"), *drafts, "--learn", str(buffer))
+    options = shlex.split("--ngram --prompt-lookup-min 1 --name tiny --keep-alive-s 1")
+    arguments = ("--target", target_folder, *options, "--learn", str(buffer))
     with serving(*arguments) as (process, url):
-        body = {
-            "model": "tiny",
-            "prompt": [7, 8, 9] * 4,
-            "max_tokens": 200,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        answers: list[httpx.Response] = []
+        address = httpx.URL(url)
+        with socket.create_connection((address.host, address.port), timeout=4) as connection:
+            connection.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            assert connection.recv(4096) == b""
+        body = {"prompt": [7, 8, 9] * 4, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        body |= {"model": "tiny", "return_token_ids": True}
+        answers: list[int] = []
         begun = threading.Event()
 
         def ask() -> None:
             tokens = 0
             with httpx.stream(
-                "POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=TIMEOUT_S
+                "POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S
             ) as response:
                 for line in response.iter_lines():
                     begun.set()
@@ -85,12 +86,10 @@ def test_sigterm_lets_running_requests_finish_and_flushes_the_records(
     assert sum(len(record.context) + len(record.committed) for record in records) == 12 + 200
 
 
-def test_sigterm_tells_those_who_do_not_finish_and_those_who_come(
-    tiny_target: Callable[..., str],
-) -> None:
+def test_sigterm_tells_those_who_do_not_finish_and_those_who_come(target_folder: str) -> None:
     """`slow` loads so large a batch that no answer is done in time."""
     body = {"prompt": [7, 8, 9], "max_tokens": 250, "ignore_eos": True, "stream": True}
-    arguments = ("--target", tiny_target("llama"), "--drain-s", "1", "--max-batch", "1")
+    arguments = ("--target", target_folder, "--drain-s", "1", "--max-batch", "1")
     lines: list[str] = []
     begun = threading.Event()
 
@@ -110,10 +109,8 @@ def test_sigterm_tells_those_who_do_not_finish_and_those_who_come(
         process.send_signal(signal.SIGTERM)
         time.sleep(0.4)
         # On a connection that was open and on a new one.
-        refused = [
-            late.post("/v1/completions", json=body),
-            httpx.post(f"{url}/v1/completions", json=body),
-        ]
+        clients = (late, httpx)
+        refused = [one.post(f"{url}/v1/completions", json=body) for one in clients]
         assert process.wait(TIMEOUT_S) == 0
         client.join()
         told = process.communicate()[1]
@@ -126,27 +123,16 @@ def test_sigterm_tells_those_who_do_not_finish_and_those_who_come(
     assert "Traceback" not in told and "rror" not in told
 
 
-def test_a_connection_stays_open_as_long_as_told(tiny_target: Callable[..., str]) -> None:
-    with serving("--target", tiny_target("llama"), "--keep-alive-s", "1") as (_, url):
-        address = httpx.URL(url)
-        with socket.create_connection((address.host, address.port), timeout=4) as connection:
-            connection.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-            assert connection.recv(4096) == b""
-
-
 def test_clients_close_their_connections_before_the_server_does() -> None:
     assert HttpOptions().keep_alive_s > 60  # which usual proxies keep theirs; httpx 5 s
 
 
-def test_a_port_in_use_is_one_sentence(
-    tiny_target: Callable[..., str], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_port_in_use_is_one_sentence(target_folder: str, capsys: pytest.CaptureFixture) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert main(["serve", "--target", tiny_target("llama"), "--port", port]) == 2
+        assert main(["serve", "--target", target_folder, "--port", port]) == 2
     assert_one_sentence(capsys, port)
 
 
@@ -168,11 +154,11 @@ def assert_one_sentence(capsys: pytest.CaptureFixture, *words: str) -> None:
 def test_what_cannot_be_served_is_one_sentence(
     arguments: list[str],
     words: list[str],
-    tiny_target: Callable[..., str],
+    target_folder: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    places = {"llama": tiny_target("llama"), "empty": str(tmp_path)}
+    places = {"llama": target_folder, "empty": str(tmp_path)}
     assert (
         main(["serve", *[argument.format(**places) for argument in arguments], "--port", "0"]) == 2
     )
@@ -183,23 +169,17 @@ def test_bench_starts_a_server_and_compares_off_with_on(
     tiny_target: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "bench.json"
-    lines = [
-        {"prompt": "abcabcabcabc"},
-        {"messages": [{"role": "user", "content": "for name in name in name"}]},
-    ]
+    chat = [{"role": "user", "content": "for name in name in name"}]
+    lines = [{"prompt": "abcabcabcabc"}, {"messages": chat}]
     prompts.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
     places = f"--target {tiny_target('llama')} --prompts {prompts} --out {out}"
-    sizes = "--ngram --num-prompts 4 --max-tokens 24 --repeats 2 --concurrency 2"
+    sizes = "--ngram --num-prompts 2 --max-tokens 8 --repeats 2 --concurrency 2"
     assert main(["bench", *places.split(), *sizes.split()]) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
-    assert [(case["temperature"], case["mode"]) for case in found["cases"]] == [
-        (0, "off"),
-        (0, "on"),
-        (1, "off"),
-        (1, "on"),
-    ]
+    cases = [(case["temperature"], case["mode"]) for case in found["cases"]]
+    assert cases == [(0, "off"), (0, "on"), (1, "off"), (1, "on")]
     assert all(
-        case["num_tokens"] == 2 * 4 * 24 and case["tokens_per_s"] > 0 for case in found["cases"]
+        case["num_tokens"] == 2 * 2 * 8 and case["tokens_per_s"] > 0 for case in found["cases"]
     )
     assert found["cases"][0]["acceptance"] is None and found["cases"][1]["acceptance"]["rounds"] > 0
     shown = capsys.readouterr()
