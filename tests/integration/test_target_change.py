@@ -7,7 +7,6 @@ import io
 import logging
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,11 +45,8 @@ class Site(Loop):
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in self.target.model.parameters():
-                parameter.add_(
-                    noise
-                    * parameter.std().nan_to_num()
-                    * torch.randn(parameter.shape, generator=generator)
-                )
+                own = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise * parameter.std().nan_to_num() * own)
         self.target.model.save_pretrained(self.folder)
         self.target = Target.load(self.folder)
 
@@ -64,8 +60,8 @@ class Site(Loop):
 
 
 @pytest.fixture
-def site(tmp_path: Path, tiny_target: Callable[..., str]) -> Site:
-    made = Site(tmp_path, tiny_target("llama"))
+def site(tmp_path: Path, target_folder: str) -> Site:
+    made = Site(tmp_path, target_folder)
     daemon.run(made.config)
     return made
 
@@ -79,12 +75,9 @@ def test_a_draft_that_predicts_no_more_stays_until_it_has_learned(site: Site) ->
     config = replace(site.config, learn=LearnConfig(lr=3e-3, steps=60, fresh=8))
     daemon.run(config)
     (noticed,) = site.decisions("quarantine")
-    holds = [
-        one
-        for one in site.decisions("hold")
-        if "quarantine" in one["reason"] and "0.3" in one["reason"]
-    ]
-    assert holds and noticed["version"] == versions.latest(config.versions) == 1
+    holds = [one["reason"] for one in site.decisions("hold")]
+    assert any("quarantine" in reason and "0.3" in reason for reason in holds)
+    assert noticed["version"] == versions.latest(config.versions) == 1
     assert made_for in noticed["reason"] and site.target.revision in noticed["reason"]
     assert site.status()["quarantined"]
     # The same candidate, where so little is enough.
@@ -93,11 +86,8 @@ def test_a_draft_that_predicts_no_more_stays_until_it_has_learned(site: Site) ->
     )
     daemon.run(site.config)
     (accepted,) = site.decisions("accept")
-    assert (
-        accepted["gain"] > 0
-        and accepted["alpha_candidate"] > 0.015
-        and site.revision() == site.target.revision
-    )
+    assert accepted["gain"] > 0 and accepted["alpha_candidate"] > 0.015
+    assert site.revision() == site.target.revision
 
 
 @pytest.mark.long
@@ -183,13 +173,6 @@ def test_rounds_of_earlier_weights_are_texts_and_no_evidence(
     status = site.status()
     assert status["earlier"] > 0 == status["foreign"] and len(evidence) == 8
     assert status["texts"] + status["window"] == 18 and status["live"] is None
-
-
-def test_records_of_a_target_that_is_not_here_change_nothing(site: Site) -> None:
-    site.target.revision = "elsewhere"
-    site.serve(20)
-    daemon.run(site.config)
-    assert versions.read_decisions(site.config.versions) == []
 
 
 @pytest.mark.long
