@@ -191,19 +191,17 @@ def enumerated(
     done: Distribution = {}
     growing: Distribution = {(): 1.0}
     while growing:
-        answer, mass = growing.popitem()
-        if len(answer) == length or answer[-1:] in [(end,) for end in ends]:
-            done[answer] = mass
-            continue
-        text = [*prompt, *answer]
-        _, hidden = target.states(torch.tensor([text]), torch.ones(1, len(text)), ())
-        scores = adjusted(params, text, len(prompt), ends, target.head(hidden[0, -1]).float())
-        if params.grammar is not None:
-            scores = scores.masked_fill(~grammatical(target, list(answer)), -torch.inf)
-        probs = torch.softmax(process(scores[None], rows).double(), -1)[0]
-        growing |= {
-            (*answer, token): mass * float(probs[token]) for token in probs.nonzero()[:, 0].tolist()
-        }
+        known, growing = growing, {}
+        texts = torch.tensor([[*prompt, *answer] for answer in known])  # of one length
+        _, hidden = target.states(texts, torch.ones_like(texts), ())
+        for (answer, mass), logits in zip(known.items(), target.head(hidden[:, -1]).float()):
+            scores = adjusted(params, [*prompt, *answer], len(prompt), ends, logits)
+            if params.grammar is not None:
+                scores = scores.masked_fill(~grammatical(target, list(answer)), -torch.inf)
+            probs = torch.softmax(process(scores[None], rows).double(), -1)[0]
+            for token in probs.nonzero()[:, 0].tolist():
+                is_whole = len(answer) + 1 == length or token in ends
+                (done if is_whole else growing)[(*answer, token)] = mass * float(probs[token])
     return done
 
 

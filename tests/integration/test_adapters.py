@@ -29,6 +29,7 @@ from draftsmith.serve.sampling.params import SamplingParams
 from tests.conftest import Records, save_adapter
 from tests.integration.served import by_transformers
 
+CAPTURED = True
 PROMPT = [*range(40, 75), 9]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
 CONFIG = EngineConfig(k=3, max_batch=4, num_blocks=64, block_size=8)
@@ -36,9 +37,9 @@ NAMES = ["", "sql", "prose"]
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_target, tmp_path_factory) -> dict[str, str]:
+def folders(target_folder, tmp_path_factory) -> dict[str, str]:
     root: Path = tmp_path_factory.mktemp("adapters")
-    target = tiny_target("llama")
+    target = target_folder
     return {
         "sql": save_adapter(target, root / "sql", seed=1),
         "prose": save_adapter(
@@ -48,8 +49,8 @@ def folders(tiny_target, tmp_path_factory) -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_adapters_do_not_keep_a_target_in_memory(tiny_target, folders) -> None:
-    target = Target.load(tiny_target("llama"))
+def test_adapters_do_not_keep_a_target_in_memory(target_folder, folders) -> None:
+    target = Target.load(target_folder)
     adapters = Adapters.load(target, folders)
     alive = weakref.ref(target.model)
     gc.collect()
@@ -62,11 +63,11 @@ def test_adapters_do_not_keep_a_target_in_memory(tiny_target, folders) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_target, folders) -> dict[str, tuple[list[int], list[float]]]:
+def alone(target_folder, folders) -> dict[str, tuple[list[int], list[float]]]:
     """Greedy tokens and their logprobs by adapter, of transformers and peft without us."""
     found = {}
     for name in NAMES:
-        model = AutoModelForCausalLM.from_pretrained(tiny_target("llama")).eval()
+        model = AutoModelForCausalLM.from_pretrained(target_folder).eval()
         if name:
             model = PeftModel.from_pretrained(model, folders[name]).eval()
         found[name] = by_transformers(model, PROMPT, GREEDY.max_tokens or 0)
@@ -74,8 +75,8 @@ def alone(tiny_target, folders) -> dict[str, tuple[list[int], list[float]]]:
 
 
 @pytest.fixture(scope="module")
-def adapted(tiny_target, folders) -> tuple[Target, Adapters]:
-    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+def adapted(target_folder, folders) -> tuple[Target, Adapters]:
+    target = Target.load(target_folder, dtype=torch.float32)
     return target, Adapters.load(target, folders)
 
 
@@ -108,9 +109,9 @@ def test_text_is_that_of_peft_alone_in_any_batch(adapted, alone, family):
     assert not any(engine.stats.fallbacks.values())
 
 
-def test_the_model_stays_the_base(tiny_target, adapted):
+def test_the_model_stays_the_base(target_folder, adapted):
     target, _ = adapted
-    plain = Target.load(tiny_target("llama"), dtype=torch.float32)
+    plain = Target.load(target_folder, dtype=torch.float32)
     assert target.revision == plain.revision
     assert [*target.model.state_dict()] == [*plain.model.state_dict()]
     ids = torch.tensor([PROMPT])
@@ -142,9 +143,7 @@ def test_the_api_lists_and_chooses_adapters(adapted, live_server, alone):
     assert server.http.get("/v1/models/sql").json()["id"] == "sql"
     asked = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
     for name in NAMES:
-        body = server.http.post(
-            "/v1/completions", json={**asked, "model": name or "tiny", "return_token_ids": True}
-        ).json()
+        body = server.told("/v1/completions", **asked, model=name or "tiny", return_token_ids=True)
         assert body["model"] == (name or "tiny")
         assert body["choices"][0]["token_ids"] == alone[name][0]
     refused = server.http.post("/v1/completions", json={**asked, "model": "absent"})
@@ -176,15 +175,15 @@ def test_an_adapter_folder_as_target_is_merged_into_its_base(folders, alone, tmp
     ],
     ids=str,
 )
-def test_an_adapter_of_a_table_changes_that_table_alone(options, tied, tiny_target, tmp_path):
+def test_an_adapter_of_a_table_changes_that_table_alone(options, tied, target_folder, tmp_path):
     """Of a target with one table for embeddings and head, too; peft's own logits are the
     reference."""
-    base = AutoModelForCausalLM.from_pretrained(tiny_target("llama"), dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
     if tied:
         base.config.tie_word_embeddings = True
         base.tie_weights()
     base.save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(tiny_target("llama")).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(target_folder).save_pretrained(tmp_path / "base")
     folder = save_adapter(str(tmp_path / "base"), tmp_path / "adapter", seed=1, **options)
     weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for name, own in weights.items():

@@ -5,6 +5,7 @@ and the same in all of these where they are served."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.integration.served import NOISE, by_transformers
 from tests.noise import spread
 from tests.stand_in_drafts import Junk
 
+CAPTURED, OFF = True, EngineConfig(compile="off")
 ORIGINAL, LONGEST, VOCAB_SIZE = 32, 256, 288
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -54,14 +56,12 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def load(tmp_path: Path, tiny_target: Callable[..., str]) -> Callable[..., Target]:
+def load(tmp_path: Path, target_folder: str) -> Callable[..., Target]:
     def get(name: str, max_length: int | None = None) -> Target:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SHAPE, **TARGETS[name]}))
         spread(model).save_pretrained(tmp_path / name)
-        load_tokenizer(tiny_target("llama"), trust_remote_code=False).save_pretrained(
-            tmp_path / name
-        )
+        load_tokenizer(target_folder, trust_remote_code=False).save_pretrained(tmp_path / name)
         return Target.load(tmp_path / name, dtype=torch.float32, max_length=max_length)
 
     return get
@@ -161,10 +161,10 @@ def test_nothing_beyond_the_original_length_is_served_unless_it_is_loaded_so(loa
     target = load("longrope")
     assert target.max_positions == ORIGINAL
     with pytest.raises(UserError, match=r"'longrope'.*longest one.*give --max-length 32"):
-        build_engine(target, None, EngineConfig())
+        build_engine(target, None, OFF)
     with pytest.raises(UserError, match=r"max_length is 33: .*'longrope'.*make it at most 32"):
-        build_engine(target, None, EngineConfig(max_length=ORIGINAL + 1))
-    engine = build_engine(target, None, EngineConfig(max_length=ORIGINAL))
+        build_engine(target, None, replace(OFF, max_length=ORIGINAL + 1))
+    engine = build_engine(target, None, replace(OFF, max_length=ORIGINAL))
     with pytest.raises(UserError, match="context 32"):
         engine.generate(prompts(ORIGINAL), SamplingParams(max_tokens=1))
 
@@ -172,9 +172,9 @@ def test_nothing_beyond_the_original_length_is_served_unless_it_is_loaded_so(loa
 def test_dynamic_rope_is_served_up_to_the_length_of_its_configuration(load):
     """Beyond, transformers would follow the longest position of the pass; up to it, it does not."""
     target = load("dynamic")
-    assert build_engine(target, None, EngineConfig()).max_length == target.max_positions == ORIGINAL
+    assert build_engine(target, None, OFF).max_length == target.max_positions == ORIGINAL
     with pytest.raises(UserError, match=r"max_length is 33: .*'dynamic'"):
-        build_engine(target, None, EngineConfig(max_length=ORIGINAL + 1))
+        build_engine(target, None, replace(OFF, max_length=ORIGINAL + 1))
 
 
 def test_batches_of_training_and_of_answers_stay_below_the_original_length(load):

@@ -26,7 +26,7 @@ from tests.conftest import SHAPE, make_tokenizer
 from tests.integration.served import by_transformers
 from tests.noise import spread
 
-NUM_NEW = 12
+CAPTURED, NUM_NEW = True, 12
 PROMPTS = [[5, 9, 13, 200, 31], list(range(20, 64))]
 # The second prompt is read in pieces, beside the first one's answer.
 CONFIG = EngineConfig(

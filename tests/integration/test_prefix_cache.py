@@ -21,7 +21,7 @@ SHARED = [20 + i * 7 % 90 for i in range(45)]
 # The second goes on where the first's answer may not; the third leaves the shared text at a block's
 # end, the fourth inside one.
 PROMPTS = [SHARED, [*SHARED, 5, 6, 7], [*SHARED[:32], 99, 98], [*SHARED[:37], 4], SHARED]
-FAMILIES = ("eagle3", "mtp", "medusa", "dflash", "draft-lm")
+FAMILIES = ("eagle3", "medusa", "dflash", "draft-lm")
 
 
 def drafter_of(family: str, target: Target) -> ServingDrafter:
@@ -75,7 +75,12 @@ def assert_same_proposals(one: Witness, other: Witness) -> None:
 
 @pytest.mark.parametrize(
     ("family", "quiet"),
-    [*((family, False) for family in FAMILIES), ("eagle3", True), ("draft-lm", True)],
+    [
+        *((family, False) for family in FAMILIES),
+        ("eagle3", True),
+        ("draft-lm", True),
+        pytest.param("mtp", False, marks=pytest.mark.long),
+    ],
 )
 def test_hits_change_neither_outputs_nor_proposals(
     family: str, quiet: bool, target: Target

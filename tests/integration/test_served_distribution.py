@@ -43,6 +43,7 @@ from tests.integration.served import (
 from tests.misreport import misreporting
 from tests.stand_in_drafts import NearHeads, NearTrees, near, unlike
 
+CAPTURED = True
 FALSE_ALARM = 1e-6
 FEW_SAMPLES, NUM_SAMPLES = 768, 1536
 # Such that a total variation of 0.05 would be seen, by the number of tokens looked at.
@@ -197,7 +198,6 @@ class Way(NamedTuple):
 # kind of proposal, of verification and of parameters.
 ORDINARY = {
     "near": Way("near"),
-    "blocks": Way("near", BLOCK),
     "greedy drafts": Way("near", {"draft_sampling": "greedy"}),
     "ended by its own guesses": Way("guessing"),
     "ended where it is unsure": Way("sharp"),
@@ -208,6 +208,7 @@ ORDINARY = {
 }
 # In the long lane: every family, some with their weights swapped too.
 LATER = {
+    "blocks": Way("near", BLOCK),
     "answers that cross the end of a chunk": Way("ngram", asked="few tokens", arch="llama4"),
     **{f"penalties, {mode['tree']}": Way("eagle3", mode, "penalties") for mode in (SAMPLED, DYNAMIC)},
     **{family: Way(family, asked="few tokens") for family in TEXT},
@@ -417,26 +418,27 @@ class Mistake(NamedTuple):
     num_samples: int = NUM_SAMPLES
 
 
+# Far fewer answers than are looked at above reject most of them.
 MISTAKES = {
-    "a wrong q": Mistake(make=lambda world: engine_of(world, Lying(near(world.target)))),
+    "a wrong q": Mistake(make=lambda world: engine_of(world, Lying(near(world.target))), num_samples=512),
     "a q too sharp from the second drafted token on": Mistake(
         make=lambda world: engine_of(world, misreporting(near(world.target), K, world.target.vocab_size))
     ),
-    "a guess made after the draw": Mistake(make=lambda world: engine_of(world, Looking(near(world.target)))),
-    "a stop that undoes the round it goes by": Mistake(make=undecided, num_samples=NUM_SAMPLES // 3),
+    "a guess made after the draw": Mistake(make=lambda world: engine_of(world, Looking(near(world.target))), num_samples=512),
+    "a stop that undoes the round it goes by": Mistake(make=undecided, num_samples=512),
     "a draft withdrawn for its own probability": Mistake(
         make=lambda world: engine_of(world, Withdrawing(sharp(world.target))), num_samples=FEW_SAMPLES
     ),
-    "a state that rejected tokens were read into": Mistake(Way("ngram", asked="few tokens", arch="lfm2"), plant=always_ahead, num_samples=FEW_SAMPLES),
+    "a state that rejected tokens were read into": Mistake(Way("ngram", asked="few tokens", arch="lfm2"), plant=always_ahead, num_samples=384),
     "trees of a wrong q": Mistake(
         Way("", asked="top-k, longer"), lambda world: engine_of(world, NearTrees(world.target, lie=True), **SAMPLED),
-        num_samples=FEW_SAMPLES,
+        num_samples=512,
     ),
     "given choices told as draws": Mistake(
         Way("", asked="top-k, longer"), lambda world: engine_of(world, NearHeads(world.target, lie=True), **CHOICES),
-        num_samples=FEW_SAMPLES,
+        num_samples=512,
     ),
-    "a penalty left out": Mistake(Way("nearer", {"k": 3}, "penalties"), plant=unpenalised),
+    "a penalty left out": Mistake(Way("nearer", {"k": 3}, "penalties"), plant=unpenalised, num_samples=256),
 }  # fmt: skip
 
 

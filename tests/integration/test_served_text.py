@@ -43,13 +43,14 @@ from tests.integration.served import (
     prompts,
 )
 
+CAPTURED = True
 DYNAMIC, SAMPLED = "dynamic:nodes=12,depth=4,width=3", "sampled:3x2x1"
 MODES: dict[str, dict[str, Any]] = {
     "chain": {},
     "not compiled": {"compile": "off"},
     "block": {"verification": "block"},
     "dynamic": {"tree": DYNAMIC},
-    "sampled": {"tree": SAMPLED},
+    "sampled": {"tree": SAMPLED, "compile": "off"},
     "mixed": {"tree": f"{DYNAMIC}+{SAMPLED}"},
     "choices": {"tree": "medusa"},
 }
@@ -222,13 +223,16 @@ def test_greedy_text_is_the_targets_alone(
 
 
 PROMPTS = [[5, 60, 7, 200, 9, 33] * 4, [9, 8, 7], [40 + i % 11 for i in range(33)]]
-SEEDS, TOKENS, K = [100, 101, 102], 24, 3
+SEEDS, TOKENS, K = [100, 101, 102], 18, 3
 SEEDED = [
-    Cell("none"), Cell("ngram"), Cell("eagle3"), Cell("medusa"), Cell("itself"), Cell("eagle3", "sampled"),
-    Cell("medusa", "choices"), Cell("mtp", "mixed"),
+    Cell("none"), Cell("ngram"), Cell("eagle3"), Cell("medusa"), Cell("itself"), Cell("medusa", "choices"),
+    Cell("mtp", "mixed"),
     *(
         pytest.param(cell, marks=pytest.mark.long)
-        for cell in (Cell("dflash"), Cell("itself", "block"), Cell("eagle3", "dynamic"), Cell("eagle3", arch="lfm2"))
+        for cell in (
+            Cell("dflash"), Cell("itself", "block"), Cell("eagle3", "dynamic"), Cell("eagle3", "sampled"),
+            Cell("eagle3", arch="lfm2"),
+        )
     ),
 ]  # fmt: skip
 

@@ -73,15 +73,14 @@ def told(code: str, *words: object) -> list[str]:
 
 
 def test_shares_are_the_model_to_the_bit(tiny_target: Callable[..., str]) -> None:
-    """Experts, whose weights are converted while they are loaded, among them; layers with an odd
-    number of rows too."""
-    kinds = ("llama", "gpt2", "gemma2", "mixtral", "qwen3", "olmo_hybrid")
+    """Experts, whose weights are converted while they are loaded, among them."""
+    kinds = ("gpt2", "gemma2", "mixtral", "olmo_hybrid")
     of_parts = "[False] [False, True] [] True True True"
     # Its convolutions are joined along their rows.
     whole = of_parts.replace("False", "True", 1)
     for said in told(STATES, *map(tiny_target, kinds)):
         lines = [one for one in said.splitlines() if one.startswith(("[False]", "[True]"))]
-        assert lines == [of_parts] * 5 + [whole], said
+        assert lines == [of_parts] * 3 + [whole], said
 
 
 @pytest.fixture(scope="module")
