@@ -38,14 +38,11 @@ WIDER = {"eagle1": ("--samples", "2000", "--temperature", "1.5")}
 
 
 @pytest.fixture(scope="module")
-def repeating(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Target:
+def repeating(target_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Target:
     """A Markov chain with few likely tokens behind each: what followed a token before follows it
     again, often but not always."""
-    folder = str(
-        shutil.copytree(
-            tiny_target("llama"), tmp_path_factory.mktemp("repeating"), dirs_exist_ok=True
-        )
-    )
+    folder = str(tmp_path_factory.mktemp("repeating"))
+    shutil.copytree(target_folder, folder, dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -81,27 +78,12 @@ def liar(
 
 
 def broken(report: dict[str, Any]) -> set[str]:
-    return {
-        check["name"]
-        for check in report["checks"]
-        if check["kind"] == "check" and not check["passed"]
-    }
+    checks = [check for check in report["checks"] if check["kind"] == "check"]
+    return {check["name"] for check in checks if not check["passed"]}
 
 
 def depth_name(depth: int) -> str:
     return f"tokens at drafted depth {depth}"
-
-
-# Families of each kind are in the long lane, at one depth of the four.
-def test_a_wrong_q_is_found_from_the_depth_on_where_it_is_wrong(
-    target: Target, live_server: Callable, tmp_path: Path
-) -> None:
-    options = (*SMALL, "--samples", "500", "--target", target.name)
-    status, report = audit(liar(live_server, target, "draft-lm", 3), tmp_path, *options)
-    found = broken(report)
-    assert status == 1 and depth_name(3) in found
-    assert not found & {depth_name(1), depth_name(2)}
-    assert "tokens without drafts" not in found and not any("greedy" in name for name in found)
 
 
 @pytest.mark.long
@@ -122,61 +104,48 @@ def test_trees_are_audited_by_depth(
     options = (*SMALL, "--samples", str(samples), "--target", target.name)
     _, report = audit(server, tmp_path, *options)
     checks = {check["name"]: check for check in report["checks"]}
-    assert (
-        checks.keys() >= {depth_name(1), depth_name(2), "bonus tokens"}
-        and depth_name(3) not in checks
-    )
+    assert checks.keys() >= {depth_name(1), depth_name(2), "bonus tokens"}
+    assert depth_name(3) not in checks
     assert report["verdict"] == verdict, report["sentence"]
-    assert {depth_name(at) for at in (1, 2)} & broken(report) == (
-        {depth_name(depth)} if depth else set()
-    )
+    wrong = {depth_name(depth)} if depth else set()
+    assert {depth_name(1), depth_name(2)} & broken(report) == wrong
 
 
-@pytest.mark.long
-def test_a_distribution_that_logprobs_do_not_tell_is_held_against_samples_without_drafts(
-    target: Target, live_server: Callable, tmp_path: Path
-) -> None:
-    """Top-p alone, of a server that judges its drafts as blocks."""
-    server = live_server(
-        target, make("draft-lm", target), replace(CONFIG, k=2, verification="block")
-    )
-    options = (
-        "--top-p", "0.7", "--temperature", "0.2", "--length", "4", "--samples", "1000",
-        "--contexts", "1",
-    )  # fmt: skip
-    status, report = audit(server, tmp_path, *options, "--greedy-tokens", "4", "--bias", "0.4")
-    assert status == 0 and report["verdict"] == "lossless", report["sentence"]
-    assert "tokens at drafted depth 2, against plain samples" in {
-        check["name"] for check in report["checks"]
-    }
+LATER = [pytest.mark.long, pytest.mark.timeout(3000)]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
-    ("family", "depth"),
+    ("family", "depth", "factor", "options"),
     [
-        (family, 1 if family == "draft-lm" else 2 + place % (K - 1))
-        for place, family in enumerate((*TEXT_FAMILIES, "eagle1", "draft-lm"))
+        ("draft-lm", 3, 3.0, ()),
+        *(
+            pytest.param(
+                family, depth, 6.0, ("--samples", "1000", *WIDER.get(family, ())), marks=LATER
+            )
+            for family, depth in (("ngram", 2), ("suffix", 3), ("eagle1", 4), ("draft-lm", 1))
+        ),
     ],
 )
-def test_a_wrong_q_of_families_of_each_kind_is_found_at_its_depth(
+def test_a_wrong_q_is_found_from_the_depth_on_where_it_is_wrong(
     family: str,
     depth: int,
+    factor: float,
+    options: tuple[str, ...],
     target: Target,
-    repeating: Target,
     live_server: Callable,
     tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Untrained as they are, models draft to every depth; of text that repeats itself n-grams and
     suffixes do, whose liar accepts a draft as if it had been drawn with probability 1 / 6. Nowhere
     before its depth is anything found."""
-    served = repeating if family in TEXT_FAMILIES else target
-    options = (*SMALL, "--samples", "1000", *WIDER.get(family, ()), "--target", served.name)
-    _, report = audit(liar(live_server, served, family, depth, 6.0), tmp_path, *options)
+    served = request.getfixturevalue("repeating") if family in TEXT_FAMILIES else target
+    server = liar(live_server, served, family, depth, factor)
+    status, report = audit(server, tmp_path, *SMALL, *options, "--target", served.name)
     found, checks = broken(report), {check["name"]: check for check in report["checks"]}
-    assert depth_name(depth) in found, checks[depth_name(depth)]["said"]
+    assert status == 1 and depth_name(depth) in found, checks[depth_name(depth)]["said"]
     assert not found & {depth_name(before) for before in range(1, depth)}
+    assert "tokens without drafts" not in found and not any("greedy" in name for name in found)
 
 
 @pytest.mark.long
@@ -202,24 +171,17 @@ def test_default_options_clear_an_honest_server(
     checks = {check["name"]: check for check in report["checks"]}
     assert checks["control: draft tokens offered meanwhile"]["passed"]
     assert {*map(depth_name, range(1, K + 1)), "bonus tokens"} <= checks.keys()
-    compared = [
-        check["said"]
-        for check in report["checks"]
-        if check["name"].startswith("greedy text against plain decoding")
-    ]
-    default = AuditConfig()
-    assert (
-        compared == [f"both texts are the same {default.greedy_tokens} tokens"] * default.contexts
-    ), "the server can be told not to speculate"
+    # The server can be told not to speculate.
+    greedy = [name for name in checks if name.startswith("greedy text against plain decoding")]
+    same = f"both texts are the same {AuditConfig().greedy_tokens} tokens"
+    assert [checks[name]["said"] for name in greedy] == [same] * AuditConfig().contexts
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("family", "depth"), [("draft-lm", 4)])
 def test_default_options_find_a_wrong_q_at_its_depth(
-    family: str, depth: int, target: Target, live_server: Callable, tmp_path: Path
+    target: Target, live_server: Callable, tmp_path: Path
 ) -> None:
-    status, report = audit(liar(live_server, target, family, depth), tmp_path)
+    status, report = audit(liar(live_server, target, "draft-lm", 4), tmp_path)
     found = broken(report)
-    assert status == 1 and depth_name(depth) in found
-    assert not found & {depth_name(before) for before in range(1, depth)}
+    assert status == 1 and depth_name(4) in found and not found & set(map(depth_name, range(1, 4)))
