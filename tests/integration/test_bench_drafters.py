@@ -23,10 +23,10 @@ TINY = (
 
 
 @pytest.fixture(scope="module")
-def run_folder(tiny_target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(target_folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the benchmark needs of a quickstart folder: a target and 40 of its sampled answers."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / "target").symlink_to(tiny_target("llama"))
+    (folder / "target").symlink_to(target_folder)
     target = Target.load(folder / "target")
     prompts = [[3 + number, 5, 7] for number in range(40)]
     answers = target.answer(prompts, max_new_tokens=12, temperature=1.0, batch_size=40)
@@ -66,11 +66,8 @@ def test_cells_are_trained_evaluated_told_and_kept(
     told, report = bench(tmp_path / "drafters.json")
     assert [row["cell"]["name"] for row in report["rows"]] == ["eagle3", "tvd++"]
     for row in report["rows"]:
-        assert (
-            row["trained"]["steps"] > 0
-            and row["trained"]["tokens_per_s"] > 0
-            and row["trained"]["seconds"] >= 0.3
-        )
+        assert row["trained"]["steps"] > 0 and row["trained"]["tokens_per_s"] > 0
+        assert row["trained"]["seconds"] >= 0.3
         assert [one["temperature"] for one in row["evaluations"]] == [0.0, 1.0]
         assert all(
             1 <= one["tau"]["value"] <= 1 + report["k"] and one["tokens"] > 0

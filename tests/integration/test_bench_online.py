@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,10 @@ from scripts.bench.online import run
 
 
 @pytest.fixture(scope="module")
-def work(tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(target_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target and an untrained draft stand where those that take minutes would be trained."""
     folder = tmp_path_factory.mktemp("online")
-    (folder / "target").symlink_to(tiny_target("llama"))
+    (folder / "target").symlink_to(target_folder)
     target = Target.load(str(folder / "target"))
     draft = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0)
     checkpoint.save(draft, folder / "seed-0" / "warm", target)

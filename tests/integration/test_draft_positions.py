@@ -49,8 +49,8 @@ def watched(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ["eagle3", "draft-lm", "dflash"])
-def test_a_draft_with_fewer_positions_than_the_target(tiny_target, monkeypatch, caplog, family):
-    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+def test_a_draft_with_fewer_positions_than_the_target(target_folder, monkeypatch, caplog, family):
+    target = Target.load(target_folder, dtype=torch.float32)
     plain = build_engine(target, None, CONFIG).generate(PROMPTS, GREEDY)
     drafter = short_draft(family, target)
     longest = watched(drafter, monkeypatch)
@@ -71,8 +71,8 @@ def test_a_draft_with_fewer_positions_than_the_target(tiny_target, monkeypatch, 
     assert longest and max(longest) == POSITIONS
 
 
-def test_a_draft_lm_is_not_trained_beyond_its_positions(tiny_target):
-    target = Target.load(tiny_target("llama"), dtype=torch.float32)
+def test_a_draft_lm_is_not_trained_beyond_its_positions(target_folder):
+    target = Target.load(target_folder, dtype=torch.float32)
     drafter: DraftLm = short_draft("draft-lm", target)
     ids = torch.arange(POSITIONS + 1)[None]
 

@@ -50,20 +50,15 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
     assert len(daemon.track.fresh) > 4
     daemon.cycle()
     assert daemon.counters.updates == 0 and daemon.status.values["resting"]
-    assert all(
-        torch.equal(value, before[name])
-        for name, value in daemon.track.learner.drafter.state_dict().items()
-    )
+    after = daemon.track.learner.drafter.state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
 
     for number in range(BASELINE, BASELINE + 40):
         daemon.sort_in(served(number, 3, "chat"))
         daemon.sort_in(served(number, 0, "code"))
     (alarm,) = made.decisions("drift")
-    assert (
-        alarm["request_class"] == "code"
-        and alarm["now"] < alarm["level"]
-        and "drift: class 'code'" in told.getvalue()
-    )
+    assert alarm["request_class"] == "code" and alarm["now"] < alarm["level"]
+    assert "drift: class 'code'" in told.getvalue()
     with monkeypatch.context() as owing:
         listed: list[str] = []
         owing.setattr(daemon.throttle, "pay", lambda: False)
@@ -73,21 +68,16 @@ def test_learning_rests_without_gains_and_is_woken_by_drift(
         )
         assert listed == [config.buffer], "a store charges for every listing"
     daemon.cycle()
-    assert (
-        daemon.counters.updates == 1
-        and daemon.counters.drift_alarms == 1
-        and not daemon.status.values["resting"]
-    )
+    assert daemon.counters.updates == 1 and daemon.counters.drift_alarms == 1
+    assert not daemon.status.values["resting"]
     # its beginning never comes
     daemon.open.add([replace(served(0, 1, "code").records[0], round=1)])
     daemon.finish()
     daemon.save()
     again = learner_of(config, told)
     again.cycle()
-    assert (
-        again.counters == daemon.counters
-        and again.counters.drift_alarms == again.counters.orphans == 1
-    )
+    assert again.counters == daemon.counters
+    assert again.counters.drift_alarms == again.counters.orphans == 1
     assert again.track.live.ledger == daemon.track.live.ledger
     assert str(again.track.live.drift.kept()) == str(daemon.track.live.drift.kept())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,9 @@ from tests.forked import Forked, Ranks, cli, finish, one_thread
 
 
 @pytest.fixture
-def words(tiny_target: Callable[..., str], tmp_path: Path) -> list[str]:
+def words(target_folder: str, tmp_path: Path) -> list[str]:
     """`eval` of an untrained EAGLE-3 on the target's greedy answers; those at T = 1 are new."""
-    folder = tiny_target("llama")
+    folder = target_folder
     target = Target.load(folder, dtype="float32")
     save(FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0), tmp_path / "draft", target)
     prompts = tmp_path / "prompts.jsonl"

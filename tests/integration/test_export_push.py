@@ -89,50 +89,32 @@ class HubHandler(BaseHTTPRequestHandler):
         self.answer({"error": "not found"}, 404)
 
     def do_POST(self) -> None:
-        body = self.body()
+        body, url = self.body(), f"{self.server.url}/ann/draft"
         if self.headers.get("Authorization") != "Bearer hf_good":
             self.answer({"error": "Invalid username or password."}, 401)
         elif self.failed():
             pass
         elif self.path == "/api/repos/create" and self.server.created:
-            self.answer(
-                {
-                    "error": "You already created this model repo",
-                    "url": f"{self.server.url}/ann/draft",
-                },
-                409,
-            )
+            there = {"error": "You already created this model repo", "url": url}
+            self.answer(there, 409)
         elif self.path == "/api/repos/create":
             self.server.created.append(json.loads(body))
-            self.answer({"url": f"{self.server.url}/ann/draft", "name": "ann/draft"})
+            self.answer({"url": url, "name": "ann/draft"})
         elif self.path == "/api/validate-yaml":
             self.answer({"errors": [], "warnings": []})
         elif "/preupload/" in self.path:
-            files = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith("safetensors") else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in json.loads(body)["files"]
-            ]
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            ways = ["lfs" if path.endswith("safetensors") else "regular" for path in paths]
+            keys = ("path", "uploadMode", "shouldIgnore")
+            files = [dict(zip(keys, (*file, False))) for file in zip(paths, ways)]
             self.answer({"files": files})
         elif self.path.endswith("/info/lfs/objects/batch"):
-            self.answer(
-                {
-                    "transfer": "basic",
-                    "objects": [self.place(wanted) for wanted in json.loads(body)["objects"]],
-                }
-            )
+            objects = [self.place(wanted) for wanted in json.loads(body)["objects"]]
+            self.answer({"transfer": "basic", "objects": objects})
         elif "/commit/" in self.path:
             self.commit(body)
-            self.answer(
-                {
-                    "commitUrl": f"{self.server.url}/ann/draft/commit/1",
-                    "commitOid": "1" * 40,
-                    "hookOutput": "",
-                }
-            )
+            made = {"commitUrl": f"{url}/commit/1", "commitOid": "1" * 40, "hookOutput": ""}
+            self.answer(made)
         else:
             self.answer({"error": f"unexpected {self.path}"}, 400)
 
@@ -140,10 +122,8 @@ class HubHandler(BaseHTTPRequestHandler):
         """Where a large file goes; nowhere if it is here already."""
         if wanted["oid"] in self.server.large:
             return wanted
-        return {
-            **wanted,
-            "actions": {"upload": {"href": f"{self.server.url}/large/{wanted['oid']}"}},
-        }
+        place = {"href": f"{self.server.url}/large/{wanted['oid']}"}
+        return {**wanted, "actions": {"upload": place}}
 
     def commit(self, body: bytes) -> None:
         for line in body.splitlines():
@@ -171,21 +151,16 @@ def draft(tmp_path: Path, tiny_target: Callable[..., str]) -> Path:
     folder = tmp_path / "draft"
     AutoModelForCausalLM.from_pretrained(tiny_target("llama", seed=1)).save_pretrained(folder)
     target = {"name": tiny_target("llama"), "vocab_size": 288}
-    write_json(
-        folder / "draftsmith.json",
-        {"schema": 1, "family": "draft-lm", "target": target, "training": {}, "evaluation": {}},
-    )
+    record = {"schema": 1, "family": "draft-lm", "target": target, "training": {}}
+    write_json(folder / "draftsmith.json", record | {"evaluation": {}})
     return folder
 
 
 @pytest.fixture
 def client(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client in this process that knows the hub: it reads the environment once only."""
-    for name, value in {
-        "ENDPOINT": hub.url,
-        "HF_HUB_DISABLE_XET": True,
-        "HF_HUB_OFFLINE": False,
-    }.items():
+    settings = {"ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}
+    for name, value in settings.items():
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -206,13 +181,8 @@ def test_push_uploads_the_whole_export(
     assert len(hub.commits) == 1 and "draft-lm draft" in hub.commits[0]
     out = draft.parent / "out"
     written = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert {
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "draftsmith.json",
-        "tokenizer.json",
-    } <= written.keys()
+    files = "README.md config.json model.safetensors draftsmith.json tokenizer.json"
+    assert set(files.split()) <= written.keys()
     assert hub.files == written
     assert list(hub.large) == [hashlib.sha256(written["model.safetensors"]).hexdigest()]
     front = yaml.safe_load(written["README.md"].decode().split("---")[1])
@@ -279,19 +249,15 @@ def test_a_push_that_fails_is_one_sentence_and_goes_on_later(
     with pytest.raises(UserError) as caught:
         pushed(folder)
     told = str(caught.value)
-    assert (
-        told.startswith("the upload to 'ann/draft' failed (")
-        and str(status) in told
-        and "run --push again" in told
-    )
+    assert told.startswith("the upload to 'ann/draft' failed (") and str(status) in told
+    assert "run --push again" in told
     assert "\n" not in told
     assert hub.files == {}, "nothing is shown before all of it is there"
     sent = hub.uploads
     hub.failing.clear()
     pushed(folder)
-    assert hub.uploads == 1 and (sent == 1) == (what == "conflict"), (
-        "what was sent is not sent again"
-    )
+    # What was sent is not sent again.
+    assert hub.uploads == 1 and (sent == 1) == (what == "conflict")
     assert hub.files == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,10 +73,10 @@ def faults(port: int, seeds: Iterator[int]) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def server(
-    tiny_target: Callable[..., str], tool_template: str, tmp_path_factory: pytest.TempPathFactory
+    target_folder: str, tool_template: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Forked, int]]:
     folder, port = tmp_path_factory.mktemp("target"), free_port()
-    shutil.copytree(tiny_target("llama"), folder, dirs_exist_ok=True)
+    shutil.copytree(target_folder, folder, dirs_exist_ok=True)
     (Path(folder) / "chat_template.jinja").write_text(tool_template)
     flags = ("--ngram", "--port", port, "--max-batch", "32", "--no-warm-up")
     process = Forked(cli("serve", "--target", folder, *flags), stderr=subprocess.PIPE)

@@ -47,24 +47,18 @@ OF_VLLM = [
 
 
 @pytest.fixture(scope="module")
-def server(tiny_target: Callable[..., str], live_server: Callable) -> Any:
-    target = Target.load(tiny_target("llama"))
+def server(target: Target, live_server: Callable) -> Any:
     server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, block_size=4))
     for _ in range(2):
         server.complete(PROMPT, **OPTIONS, request_class="prose").raise_for_status()
     # The greedy text goes round in circles, which n-grams foresee: a stop token at the beginning of
     # a round's drafts trims the rest of them. Sampling gets drafts rejected.
-    tokens = server.complete(PROMPT, **OPTIONS, return_token_ids=True).json()["choices"][0][
-        "token_ids"
-    ]
+    tokens = server.choice(PROMPT, **OPTIONS, return_token_ids=True)["token_ids"]
     assert tokens[-6] != tokens[-5]
-    server.complete(
-        PROMPT + tokens[:-6], **OPTIONS, n=2, stop_token_ids=[tokens[-5]]
-    ).raise_for_status()
+    trimmed = {"n": 2, "stop_token_ids": [tokens[-5]]}
+    server.complete(PROMPT + tokens[:-6], **OPTIONS, **trimmed).raise_for_status()
     server.complete(PROMPT, **{**OPTIONS, "temperature": 1}, seed=1).raise_for_status()
-    body = {"model": "tiny", "prompt": PROMPT, **OPTIONS, "stream": True}
-    with server.http.stream("POST", "/v1/completions", json=body) as response:
-        assert response.read()
+    assert server.events("/v1/completions", prompt=PROMPT, **OPTIONS)
     return server
 
 
@@ -81,14 +75,20 @@ def total(found: dict[str, list[Sample]], name: str, **labels: str) -> float:
     return sum(sample.value for sample in found[name] if labels.items() <= sample.labels.items())
 
 
-def test_what_dashboards_for_vllm_read_is_there(server: Any) -> None:
-    assert {f"vllm:{name}" for name in OF_VLLM} <= samples(server).keys()
+def test_what_dashboards_for_vllm_read_is_there_and_names_its_model(server: Any) -> None:
+    found = samples(server)
+    assert {f"vllm:{name}" for name in OF_VLLM} <= found.keys()
+    assert {one.labels["model_name"] for own in found.values() for one in own} == {"tiny"}
 
 
-def test_seeded_traffic_is_counted(server: Any) -> None:
+def test_traffic_with_a_seed_or_a_class_has_counts_of_its_own(server: Any) -> None:
     found = samples(server)
     assert total(found, "draftsmith_seeded_requests_total") == 1
     assert total(found, "draftsmith_seeded_tokens_total") == OPTIONS["max_tokens"]
+    assert total(found, "draftsmith_class_requests_total", request_class="prose") == 2
+    assert total(found, "draftsmith_class_generation_tokens_total", request_class="prose") == 80
+    passes = total(found, "draftsmith_class_target_passes_total", request_class="prose")
+    assert 1 < 80 / passes < 4
 
 
 def test_what_became_of_records_is_counted(
@@ -105,14 +105,6 @@ def test_what_became_of_records_is_counted(
     assert counted() == [5, 2, 1]
 
 
-def test_every_sample_names_its_model(server: Any) -> None:
-    assert all(
-        sample.labels["model_name"] == "tiny"
-        for found in samples(server).values()
-        for sample in found
-    )
-
-
 def test_counters_only_grow(server: Any) -> None:
     def counters() -> dict[tuple[str, str], float]:
         return {
@@ -125,9 +117,8 @@ def test_counters_only_grow(server: Any) -> None:
     before = counters()
     server.complete(PROMPT, **OPTIONS).raise_for_status()
     after = counters()
-    assert before.keys() <= after.keys() and all(
-        after[key] >= value for key, value in before.items()
-    )
+    assert before.keys() <= after.keys()
+    assert all(after[key] >= value for key, value in before.items())
     assert sum(after.values()) > sum(before.values())
 
 
@@ -147,10 +138,8 @@ def test_the_numbers_agree_with_each_other(server: Any) -> None:
     assert total(found, "draftsmith_reached_total", position="0") == total(
         found, "draftsmith_drafting_rounds_total"
     )
-    committed, rounds = (
-        total(found, "draftsmith_committed_total"),
-        total(found, "draftsmith_drafting_rounds_total"),
-    )
+    names = ("committed", "drafting_rounds")
+    committed, rounds = (total(found, f"draftsmith_{name}_total") for name in names)
     assert rounds <= committed <= total(found, "vllm:generation_tokens_total")
     # The stop token cut accepted tokens off; all of them and a bonus token each time would have
     # been more.
@@ -186,29 +175,17 @@ def test_rounds_are_counted_by_the_tokens_before_them(
         assert counted == total(found, f"draftsmith_{whole}_total") > 0
 
 
-def test_classes_have_counts_of_their_own(server: Any) -> None:
-    found = samples(server)
-    assert total(found, "draftsmith_class_requests_total", request_class="prose") == 2
-    assert total(found, "draftsmith_class_generation_tokens_total", request_class="prose") == 80
-    passes = total(found, "draftsmith_class_target_passes_total", request_class="prose")
-    assert 1 < 80 / passes < 4
-
-
 def test_lengths_of_answers_are_told_by_prompt(server: Any) -> None:
     found = samples(server)
     assert (
         total(found, "vllm:request_params_n_sum") == total(found, "vllm:request_params_n_count") + 2
     )
-    assert (
-        total(found, "vllm:request_max_num_generation_tokens_count")
-        == total(found, "vllm:request_prompt_tokens_count") - 1
-    )
+    prompts = total(found, "vllm:request_prompt_tokens_count")
+    assert total(found, "vllm:request_max_num_generation_tokens_count") == prompts - 1
 
 
-def test_clients_cannot_make_labels_without_bound(
-    tiny_target: Callable[..., str], live_server: Callable
-) -> None:
-    server = live_server(Target.load(tiny_target("llama")), None, EngineConfig())
+def test_clients_cannot_make_labels_without_bound(target: Target, live_server: Callable) -> None:
+    server = live_server(target, None, EngineConfig())
     for number in range(MAX_CLASSES + 5):
         server.complete("x", max_tokens=1, request_class=f"class {number}\n\"'").raise_for_status()
     counted = samples(server)["draftsmith_class_requests_total"]
@@ -274,10 +251,8 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
         if panel["type"] != "row":
             references = [target["refId"] for target in panel["targets"]]
             assert len(set(references)) == len(references) > 0
-            assert all(
-                target["expr"].count("(") == target["expr"].count(")")
-                for target in panel["targets"]
-            )
+            for expression in (target["expr"] for target in panel["targets"]):
+                assert expression.count("(") == expression.count(")")
 
 
 def test_every_metric_of_the_dashboard_is_exported_with_its_labels(server: Any) -> None:
@@ -288,11 +263,10 @@ def test_every_metric_of_the_dashboard_is_exported_with_its_labels(server: Any) 
         for name, found in samples(server).items()
     }
     asked = 0
+    read = r"(?:by \((\w+)\) )?\(?(?:rate\()?((?:vllm:|draftsmith_)\w+)"
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
-            for by, name in re.findall(
-                r"(?:by \((\w+)\) )?\(?(?:rate\()?((?:vllm:|draftsmith_)\w+)", target["expr"]
-            ):
+            for by, name in re.findall(read, target["expr"]):
                 asked += 1
                 family = re.sub(r"_(bucket|sum|count)$", "", name)
                 assert {name, family} & declared, (

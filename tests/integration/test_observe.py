@@ -109,13 +109,8 @@ def test_records_say_what_the_server_itself_records(
     tokens, p and q are not known."""
     drafter = checkpoint.load(made.root / "draft", made.target)
     own = BufferWriter(str(tmp_path / "own"), flush_s=60.0, flush_records=10**6)
-    server = live_server(
-        made.target,
-        drafter,
-        EngineConfig(k=3),
-        sink=own,
-        per_request_spec_decode_metrics="detailed",
-    )
+    told = {"per_request_spec_decode_metrics": "detailed"}
+    server = live_server(made.target, drafter, EngineConfig(k=3), sink=own, **told)
     with (
         proxied(server.url, tmp_path / "seen", target=made.config.target) as proxy,
         httpx.Client(base_url=proxy.url, timeout=60) as http,

@@ -89,13 +89,11 @@ def test_a_layer_that_a_target_has_several_times_is_one(tiny_target: Callable[..
 
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is Linux's")
-def test_no_more_than_a_part_of_a_layer_is_in_memory(
-    tmp_path: Path, tiny_target: Callable[..., str]
-) -> None:
+def test_no_more_than_a_part_of_a_layer_is_in_memory(tmp_path: Path, target_folder: str) -> None:
     size = large_target(tmp_path, layers=2, intermediate_size=8704)
     assert size > 240e6
     held = sorted(tmp_path.rglob("*"))
-    command = [sys.executable, "-c", PEAK, tiny_target("llama"), str(tmp_path)]
+    command = [sys.executable, "-c", PEAK, target_folder, str(tmp_path)]
     said = finish(Forked(command, env=one_thread(), stdout=PIPE))
     offloaded, whole = map(int, said.split()[-2:])
     assert offloaded <= MOST * size
@@ -185,14 +183,12 @@ def test_what_other_commands_cannot_offload_is_refused(
         distill.run(replace(recorded, target_offload="disk"))
 
 
-def test_adapters_and_quantised_models_are_refused(
-    tiny_target: Callable[..., str], tmp_path: Path
-) -> None:
+def test_adapters_and_quantised_models_are_refused(target_folder: str, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    base = {"base_model_name_or_path": tiny_target("llama")}
+    base = {"base_model_name_or_path": target_folder}
     (adapter / "adapter_config.json").write_text(json.dumps(base))
-    settings = json.loads((Path(tiny_target("llama")) / "config.json").read_text())
+    settings = json.loads((Path(target_folder) / "config.json").read_text())
     quantised = tmp_path / "quantised"
     quantised.mkdir()
     settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}

@@ -3,7 +3,6 @@ same rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,32 +47,22 @@ WINDOWED = DraftOptions(window=5)  # less than a prompt
 
 @pytest.fixture(scope="module", params=["eagle3 window", *FAMILIES])
 def pair(
-    request: pytest.FixtureRequest,
-    tiny_target: Callable[..., str],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, target_folder: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Pair:
     """A tiny target and a draft trained on its answers, sampled and greedy, until it is right about
     a third of the time."""
-    target = Target.load(tiny_target("llama"))
+    target = Target.load(target_folder)
     folder: Path = tmp_path_factory.mktemp(request.param)
     prompts, rows = some_prompts(32, seed=0), []
     for temperature in (0.0, 1.0):
-        answers = target.answer(
-            prompts, max_new_tokens=16, temperature=temperature, ignore_eos=True, batch_size=32
-        )
-        rows += rows_of(prompts, answers)
+        options = {"temperature": temperature, "ignore_eos": True, "batch_size": 32}
+        rows += rows_of(prompts, target.answer(prompts, max_new_tokens=16, **options))
     write_rows(folder, rows)
     config = TrainConfig(
-        family=request.param.split()[0],
-        draft=WINDOWED if "window" in request.param else None,
-        target=target.name,
-        data=str(folder),
-        out=str(folder / "draft"),
-        dtype="float32",
-        steps=60,
-        held_out=0.0,
-        optim=OptimConfig(lr=1e-2),
-    )
+        family=request.param.split()[0], draft=WINDOWED if "window" in request.param else None,
+        target=target.name, data=str(folder), out=str(folder / "draft"), dtype="float32", steps=60,
+        held_out=0.0, optim=OptimConfig(lr=1e-2),
+    )  # fmt: skip
     run(config)
     return Pair(target, checkpoint.load(config.out, target))
 

@@ -55,12 +55,8 @@ def test_a_killed_pipeline_goes_on_where_it_was(
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     changes = (f"target={tiny_target('llama')}", f"prompts={prompts_in(tmp_path)}")
     process = start(tmp_path, *changes)
-    wait_until(
-        lambda: list(tmp_path.glob("out/draft/training/checkpoint-*/complete.json")),
-        600,
-        process=process,
-        said=lambda: process.communicate()[0],
-    )
+    whole, said = "out/draft/training/checkpoint-*/complete.json", process.communicate
+    wait_until(lambda: list(tmp_path.glob(whole)), 600, process=process, said=lambda: said()[0])
     left = json.loads((tmp_path / "out" / "run.lock").read_text())["pid"]
     os.kill(left, signal.SIGSTOP)
     metrics = tmp_path / "out" / "draft" / "metrics.jsonl"
@@ -77,11 +73,8 @@ def test_a_killed_pipeline_goes_on_where_it_was(
     words = again.communicate(timeout=1200)[0]
     assert again.returncode == 0, words
     record = json.loads((tmp_path / "out" / "run.json").read_text())["stages"]
-    assert {name: one["begun"] for name, one in record.items()} == {
-        "data": 1,
-        "draft": 2,
-        "figures": 1,
-    }
+    begun = {name: one["begun"] for name, one in record.items()}
+    assert begun == {"data": 1, "draft": 2, "figures": 1}
     assert "[1/3] data: kept" in words and "[2/3] draft: resumed" in words
     # Not from the start: the clock's figures of its first step are those of before the kill.
     assert metrics.read_text().splitlines()[0] == first

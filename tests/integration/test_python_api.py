@@ -27,13 +27,16 @@ from draftsmith.errors import UserError
 from draftsmith.serve.requests.request import FinishReason
 from tests.waiting import wait_until
 
+CAPTURED = True
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_target: Callable[..., str]) -> Iterator[Engine]:
-    with Engine(tiny_target("llama"), draft=Ngram(min_n=1, max_n=3), max_queue=4, k=3) as engine:
+def engine(target_folder: str) -> Iterator[Engine]:
+    with Engine(
+        target_folder, draft=Ngram(min_n=1, max_n=3), max_queue=4, k=3, compile="off"
+    ) as engine:
         yield engine
 
 
@@ -43,10 +46,8 @@ def test_text_and_token_ids_alone_and_in_lists(engine: Engine) -> None:
     completions = [engine.generate(form, GREEDY) for form in forms]
     assert [len(found) for found in completions] == [1, 1, 1, 1]
     assert len({completion.text for (completion,) in completions}) == 1
-    assert (
-        completions[0][0].tokens
-        == engine.target.answer([ids], max_new_tokens=12, ignore_eos=True)[0]
-    )
+    (answer,) = engine.target.answer([ids], max_new_tokens=12, ignore_eos=True)
+    assert completions[0][0].tokens == answer
 
 
 def test_more_prompts_than_the_queue_holds_come_back_in_order(engine: Engine) -> None:
@@ -82,9 +83,8 @@ def test_leaving_a_stream_cancels_its_request(engine: Engine) -> None:
         stream.close()
         while not stream.request.finished:
             pass
-        assert (
-            stream.request.finish_reason is FinishReason.ABORT and stream.request.num_output < 200
-        )
+        assert stream.request.finish_reason is FinishReason.ABORT
+        assert stream.request.num_output < 200
 
 
 def test_coroutines_share_the_engine(engine: Engine) -> None:
@@ -97,11 +97,8 @@ def test_coroutines_share_the_engine(engine: Engine) -> None:
         return list(streamed), [completion.text for completion in whole]
 
     streamed, whole = asyncio.run(both())
-    assert (
-        streamed
-        == whole
-        == [completion.text for completion in engine.generate(["import os", "for name in"], GREEDY)]
-    )
+    found = engine.generate(["import os", "for name in"], GREEDY)
+    assert streamed == whole == [completion.text for completion in found]
 
 
 def test_what_cannot_be_honoured_is_refused(engine: Engine) -> None:
@@ -120,10 +117,9 @@ def test_a_chat_is_prompted_as_the_server_prompts_it(engine: Engine) -> None:
     turns = [*CHAT, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "go"}]
     (alone,) = engine.chat(CHAT, GREEDY)
     both = engine.chat([CHAT, turns], GREEDY)
-    assert [one.prompt for one in both] == [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        for chat in (CHAT, turns)
-    ]
+    for one, chat in zip(both, (CHAT, turns), strict=True):
+        asked = {"add_generation_prompt": True, "return_dict": False}
+        assert one.prompt == tokenizer.apply_chat_template(chat, **asked)
     assert both[0].tokens == alone.tokens == engine.generate([alone.prompt], GREEDY)[0].tokens
     (continued,) = engine.chat(turns[:2], GREEDY, continue_final_message=True)
     assert tokenizer.decode(continued.prompt).endswith("<assistant>ok")
@@ -170,16 +166,14 @@ def test_options_are_those_of_serve(options: dict[str, Any], words: str) -> None
         Engine("nowhere", **options)
 
 
-def test_drafts_from_text_and_auto_k_come_by_their_options(tiny_target: Callable[..., str]) -> None:
-    with Engine(tiny_target("llama"), suffix=True, k="auto", compile="off") as engine:
+def test_drafts_from_text_and_auto_k_come_by_their_options(target_folder: str) -> None:
+    with Engine(target_folder, suffix=True, k="auto", compile="off") as engine:
         assert repr(engine).endswith("suffix draft, k=auto>")
     assert repr(engine).endswith("closed>")
 
 
-def test_weights_that_are_no_numbers_are_refused(
-    tiny_target: Callable[..., str], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tiny_target("llama"), tmp_path / "lost")
+def test_weights_that_are_no_numbers_are_refused(target_folder: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(target_folder, tmp_path / "lost")
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][3] = torch.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -195,18 +189,18 @@ def test_weights_that_are_no_numbers_are_refused(
     ],
 )
 def test_an_engine_that_cannot_be_built_leaves_no_writer_behind(
-    options: dict[str, Any], says: str, tiny_target: Callable[..., str], tmp_path: Path
+    options: dict[str, Any], says: str, target_folder: str, tmp_path: Path
 ) -> None:
     before = set(threading.enumerate())
     with pytest.raises(UserError, match=says):
-        Engine(tiny_target("llama"), learn=str(tmp_path / "buffer"), compile="off", **options)
+        Engine(target_folder, learn=str(tmp_path / "buffer"), compile="off", **options)
     wait_until(lambda: set(threading.enumerate()) <= before, 20)
 
 
 def test_a_learner_that_is_stopped_at_once_says_where_it_stands(
-    tiny_target: Callable[..., str], tmp_path: Path
+    target_folder: str, tmp_path: Path
 ) -> None:
-    target = Target.load(tiny_target("llama"))
+    target = Target.load(target_folder)
     checkpoint.save(Eagle3.create(Eagle3Options(), target, seed=0), tmp_path / "draft", target)
     (tmp_path / "buffer").mkdir()
     stop = threading.Event()
@@ -216,14 +210,6 @@ def test_a_learner_that_is_stopped_at_once_says_where_it_stands(
         versions=tmp_path / "versions", stop=stop,
     )  # fmt: skip
     assert (learned.version, learned.updates, learned.published) == (1, 0, 0)
-
-
-def test_a_wait_says_what_it_is_for(
-    tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    Engine(tiny_target("llama")).close()
-    said = re.findall(r"^draftsmith: (\w+)", capsys.readouterr().err, re.MULTILINE)
-    assert said[-2:] == ["capturing", "ready"]
 
 
 def test_the_package_names_load_late() -> None:
@@ -242,7 +228,7 @@ def test_the_package_names_load_late() -> None:
         draftsmith.Motor  # noqa: B018
 
 
-def test_the_readmes_example_runs(
+def test_the_readmes_example_runs_and_a_wait_says_what_it_is_for(
     tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -250,7 +236,10 @@ def test_the_readmes_example_runs(
     example, count = re.subn(r"Engine\(.*?\) as", f"Engine({tiny_target('llama')!r}) as", example)
     assert count == 1
     exec(compile(example, "README.md", "exec"), {})
-    assert capsys.readouterr().out.strip()
+    shown = capsys.readouterr()
+    assert shown.out.strip()
+    said = re.findall(r"^draftsmith: (\w+)", shown.err, re.MULTILINE)
+    assert said[-2:] == ["capturing", "ready"]
 
 
 def test_a_stream_stops_drafting_and_drafts_again(engine: Engine) -> None:

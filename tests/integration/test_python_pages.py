@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,8 @@ def run(page: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folder(
-    tiny_target: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
-    shutil.copytree(tiny_target("llama"), tmp_path / "target")
+def folder(target_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(target_folder, tmp_path / "target")
     config = tmp_path / "target" / "config.json"
     write_json(config, read_json(config) | {"max_position_embeddings": 2048})
     monkeypatch.chdir(tmp_path)

@@ -57,13 +57,8 @@ def params(temperature: float, **options: object) -> SamplingParams:
 def test_contexts_and_commits_join_to_the_text_of_every_request(
     target: Target, records: list[RoundRecord]
 ) -> None:
-    engine = build_engine(
-        target,
-        eagle3(target),
-        EngineConfig(seed=1, k=3, max_batch=2),
-        sink=records,
-        draft_version="7",
-    )
+    config = EngineConfig(seed=1, k=3, max_batch=2)
+    engine = build_engine(target, eagle3(target), config, sink=records, draft_version="7")
     requests = serve(engine, [params(0.0), params(1.0), params(0.8, k=0)], request_class="code")
     texts = []
     for rounds in by_request(records).values():
@@ -150,19 +145,13 @@ def test_accepted_counts_and_the_emitted_token_fit_the_text(
     requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
     counts = AcceptanceCounts()
     for record in (record for record in records if record.drafted):
-        assert (
-            record.committed
-            == [*record.drafted[: record.accepted], record.emitted][: len(record.committed)]
-        )
-        assert [
-            (distribution.ids, distribution.logprobs, distribution.tail)
-            for distribution in record.q
-        ] == [([t], [0.0], 0.0) for t in record.drafted]
+        whole = [*record.drafted[: record.accepted], record.emitted]
+        assert record.committed == whole[: len(record.committed)]
+        told = [(one.ids, one.logprobs, one.tail) for one in record.q]
+        assert told == [([t], [0.0], 0.0) for t in record.drafted]
         counts.add([len(record.drafted)], [record.accepted], [len(record.committed)])
-    assert (
-        counts.offered == engine.stats.acceptance.offered
-        and counts.accepted == engine.stats.acceptance.accepted
-    )
+    assert counts.offered == engine.stats.acceptance.offered
+    assert counts.accepted == engine.stats.acceptance.accepted
     assert counts.tau == engine.stats.acceptance.tau
     assert sum(request.speculation.num_committed for request in requests) == 60
 

@@ -13,7 +13,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
 
-PROMPT = [5, 60, 7, 200, 9, 33]
+PROMPT, REPORT = [5, 60, 7, 200, 9, 33], {"report": True}
 KEY, OTHER = ({"authorization": f"Bearer {key}"} for key in ("first", "second"))
 
 
@@ -27,22 +27,14 @@ def server(target: Target, live_server: Callable) -> Any:
 
 def test_drafting_of_a_running_answer_stops_and_resumes(server: Any, target: Target) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stream": True}
-    options = {
-        "n": 2,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "speculation": {"report": True},
-    }
+    options = {"n": 2, "ignore_eos": True, "return_token_ids": True, "speculation": REPORT}
     chunks: list[dict[str, Any]] = []
     states: list[list[dict[str, Any]]] = []
 
     def ask(**change: int) -> None:
         path = f"/v1/speculation/{chunks[0]['id']}"
-        answer = (
-            server.http.post(path, json=change, headers=KEY)
-            if change
-            else server.http.get(path, headers=KEY)
-        )
+        method = "POST" if change else "GET"
+        answer = server.http.request(method, path, json=change or None, headers=KEY)
         assert answer.status_code == 200 and answer.json()["id"] == chunks[0]["id"]
         states.append(answer.json()["choices"])
 
@@ -55,27 +47,17 @@ def test_drafting_of_a_running_answer_stops_and_resumes(server: Any, target: Tar
                 ask(**{2: {"k": 0}, 12: {}, 22: {"k": 2}}[len(chunks)])
                 refused = server.http.get(f"/v1/speculation/{chunks[0]['id']}", headers=OTHER)
                 assert refused.status_code == 404, "another client's"
-    assert [[each["drafting"] for each in state] for state in states] == [
-        ["off", "off"],
-        ["off", "off"],
-        ["on", "on"],
-    ]
+    told = [[each["drafting"] for each in state] for state in states]
+    assert told == [["off", "off"], ["off", "off"], ["on", "on"]]
     assert states[0][0]["num_draft_tokens"] == states[1][0]["num_draft_tokens"]
     assert states[1][0]["num_target_passes"] > states[0][0]["num_target_passes"]
     report = chunks[-1]["metrics"]["choices"][0]
     assert 2 in report["per_step_drafted"][1:] and report["num_target_passes"] > 20
-    texts = [
-        [
-            token
-            for chunk in chunks
-            for choice in chunk["choices"]
-            if choice["index"] == index
-            for token in choice["token_ids"]
-        ]
-        for index in range(2)
-    ]
+    texts: dict[int, list[int]] = {0: [], 1: []}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        texts[choice["index"]] += choice["token_ids"]
     alone = target.answer([PROMPT], max_new_tokens=60, ignore_eos=True)[0]
-    assert texts == [alone, alone]
+    assert texts == {0: alone, 1: alone}
     gone = server.http.post(f"/v1/speculation/{chunks[0]['id']}", json={"k": 0}, headers=KEY)
     assert gone.status_code == 404 and gone.json()["error"]["code"] == "not_running"
 
@@ -93,11 +75,8 @@ def test_a_key_is_asked_for_and_states_are_counted(server: Any) -> None:
         set(one["responses"]) == {"200", "400", "401", "404", "503"} for one in paths.values()
     )
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
-    answer = server.http.post(
-        "/v1/completions",
-        json=body | {"ignore_eos": True, "speculation": {"report": True}},
-        headers=KEY,
-    )
+    body |= {"ignore_eos": True, "speculation": REPORT}
+    answer = server.http.post("/v1/completions", json=body, headers=KEY)
     report = answer.json()["metrics"]["speculative_decoding"]
     assert report["num_target_passes"] > 0
     assert server.metric("draftsmith_requests_drafting", state="on") == 0

@@ -62,11 +62,8 @@ def test_after_a_swap_the_engine_drafts_with_the_new_weights(
     swap = engine.draft.prepare(folders[0], "1")
     assert not swap.done.is_set() and engine.stats.draft_version == "0"
     engine.step()
-    assert (
-        swap.done.is_set()
-        and engine.stats.draft_version == "1"
-        and engine.stats.swap_pauses_s == [swap.pause_s]
-    )
+    assert swap.done.is_set() and engine.stats.draft_version == "1"
+    assert engine.stats.swap_pauses_s == [swap.pause_s]
     published = checkpoint.load(folders[0], target).state_dict()
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(tensor, published[name])
@@ -127,11 +124,8 @@ def test_a_draft_that_does_not_fit_is_refused_and_the_old_one_stays(
         engine.draft.prepare(str(folder), "1")
     assert "\n" not in str(error.value)
     engine.step()
-    assert (
-        engine.stats.num_swaps_refused == 1
-        and engine.stats.num_swaps == 0
-        and engine.stats.draft_version == "0"
-    )
+    assert engine.stats.num_swaps_refused == 1 and engine.stats.num_swaps == 0
+    assert engine.stats.draft_version == "0"
     assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
 
 
@@ -144,10 +138,7 @@ def test_only_a_trained_draft_can_be_swapped(target: Target, folders: list[str])
 def test_the_watcher_follows_new_versions_and_rollbacks_under_load(
     target: Target, tmp_path: Path
 ) -> None:
-    expected = [
-        completion.tokens
-        for completion in build_engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)
-    ]
+    plain = build_engine(target, None, EngineConfig()).generate(PROMPTS, GREEDY)
     engine = build_engine(target, new_eagle3(target, 0), EngineConfig(k=3))
     loop = EngineLoop(engine).start()
     watcher = VersionWatcher(loop, tmp_path, poll_s=0.01).start()
@@ -156,31 +147,23 @@ def test_the_watcher_follows_new_versions_and_rollbacks_under_load(
     finished: list[threading.Event] = []
     requests = []
     try:
-        for number, act in enumerate(
-            [
-                lambda: publish(tmp_path, first, target),
-                lambda: publish(tmp_path, second, target, parent=1),
-                lambda: versions.rollback(tmp_path, 1, "a test"),
-            ]
+        for wanted, act in (
+            ("1", lambda: publish(tmp_path, first, target)),
+            ("2", lambda: publish(tmp_path, second, target, parent=1)),
+            ("1", lambda: versions.rollback(tmp_path, 1, "a test")),
         ):
             for prompt in PROMPTS:
                 done = threading.Event()
                 finished.append(done)
-                requests.append(
-                    loop.submit(
-                        prompt,
-                        GREEDY,
-                        lambda request, update, done=done: update.finish_reason and done.set(),
-                    )
-                )
+                ended = lambda _, update, done=done: update.finish_reason and done.set()  # noqa: E731
+                requests.append(loop.submit(prompt, GREEDY, ended))
             act()
-            wanted = ("1", "2", "1")[number]
             wait_until(lambda wanted=wanted: engine.stats.draft_version == wanted)
         assert all(done.wait(30) for done in finished)
     finally:
         watcher.stop()
         loop.close()
-    assert [request.output for request in requests] == expected * 3
+    assert [request.output for request in requests] == [one.tokens for one in plain] * 3
     assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
     assert engine.stats.num_swaps == 3 and max(engine.stats.swap_pauses_s) < 1.0
 
@@ -189,11 +172,12 @@ def test_the_watcher_leaves_a_corrupt_version_alone_until_its_files_change_and_t
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = []
-    monkeypatch.setattr(
-        watch,
-        "open_version",
-        lambda root, version: opened.append(version) or versions.open_version(root, version),
-    )
+
+    def noted(root: Path, version: int) -> Path:
+        opened.append(version)
+        return versions.open_version(root, version)
+
+    monkeypatch.setattr(watch, "open_version", noted)
     engine = build_engine(target, new_eagle3(target, 0), EngineConfig())
     loop = EngineLoop(engine).start()
     watcher = VersionWatcher(loop, tmp_path)
