@@ -54,12 +54,12 @@ K = 2
 MORE = 16
 CONFIG: dict[str, Any] = {
     "k": K, "max_batch": 128, "max_length": 64, "max_round_tokens": 2048, "max_queue": 99_999,
+    "compile": "off",
 }  # fmt: skip
 DYNAMIC: dict[str, Any] = {"tree": "dynamic:nodes=15,depth=3,width=3", "max_batch": 64}
 SAMPLED: dict[str, Any] = {"tree": "sampled:3x2x1", "max_batch": 64}
 CHOICES: dict[str, Any] = {"tree": "choices:0,0.0,1,0.1,2,0.0.0,1.0,0.0.1", "max_batch": 64}
 BLOCK: dict[str, Any] = {"verification": "block"}
-SWAPPED: dict[str, Any] = {"compile": "off"}
 
 FEW_TOKENS = (40, 41, 42, 43, 0)
 # Every pair of these stands in the prompt, so that each text is one to copy from; and the answer
@@ -197,14 +197,14 @@ class Way(NamedTuple):
 # Families draw by one sampler (`test_drawn_distributions.py` holds each to it exactly): one of each
 # kind of proposal, of verification and of parameters.
 ORDINARY = {
-    "near": Way("near"),
+    "near": Way("near", {"compile": "auto"}),
     "greedy drafts": Way("near", {"draft_sampling": "greedy"}),
     "ended by its own guesses": Way("guessing"),
     "ended where it is unsure": Way("sharp"),
     "states that cannot be rolled back": Way("ngram", asked="few tokens", arch="lfm2"),
     "trees of given choices": Way("near heads", CHOICES, "top-k, longer"),
     "penalties in blocks": Way("nearer", BLOCK | {"k": 3}, "penalties"),
-    "swapped": Way("unlike eagle3", SWAPPED, "few tokens", swapped="eagle3"),
+    "swapped": Way("unlike eagle3", asked="few tokens", swapped="eagle3"),
 }
 # In the long lane: every family, some with their weights swapped too.
 LATER = {
@@ -217,7 +217,7 @@ LATER = {
     **{f"eagle3, {mode['tree']}": Way("eagle3", mode, "top-k, longer") for mode in (SAMPLED, DYNAMIC)},
     "bans": Way("nearer", {"k": 3}, "bans"),
     **{
-        f"swapped {family}": Way(f"unlike {family}", SWAPPED, "few tokens", swapped=family)
+        f"swapped {family}": Way(f"unlike {family}", asked="few tokens", swapped=family)
         for family in ("draft-lm", "medusa")
     },
 }  # fmt: skip

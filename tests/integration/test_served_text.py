@@ -83,7 +83,7 @@ CELLS = [
     Cell("eagle3", "dynamic", "mistral"),
     Cell("eagle3", "sampled", "llama4"),
     Cell("medusa", "choices"),
-    Cell("shipped", arch="native glm4_moe"),
+    Cell("shipped", "not compiled", "native glm4_moe"),
     Cell("none"),
     Cell("ngram", arch="lfm2"),
     Cell("eagle3", arch="qwen3_next"),
