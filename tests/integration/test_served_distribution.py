@@ -197,7 +197,7 @@ class Way(NamedTuple):
 # Families draw by one sampler (`test_drawn_distributions.py` holds each to it exactly): one of each
 # kind of proposal, of verification and of parameters.
 ORDINARY = {
-    "near": Way("near", {"compile": "auto"}),
+    "near": Way("near"),
     "greedy drafts": Way("near", {"draft_sampling": "greedy"}),
     "ended by its own guesses": Way("guessing"),
     "ended where it is unsure": Way("sharp"),
@@ -224,7 +224,7 @@ LATER = {
 # A chain, blocks of drafts that end by themselves, trees and a grammar, with so many answers that a
 # small bias would be seen.
 MANY = {
-    "near": ORDINARY["near"],
+    "near": Way("near", {"compile": "auto"}),
     "blocks ended where it is unsure": Way("sharp", BLOCK),
     "near trees": Way("near trees", SAMPLED, "top-k, longer"),
     "grammar": Way("nearer", {"k": 3}, "grammar"),
