@@ -249,7 +249,7 @@ def test_records_without_states_are_refused_at_the_start_and_left_out_later(
     loop: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = loop("eagle3")
-    config = replace(made.config, learn=replace(made.config.learn, teacher="recorded"))
+    config = replace(made.config, learn=replace(made.config.learn, teacher="recorded", steps=2))
     serve_into(made, 4, record_taps=0)
     sentence = (
         r"hold no hidden states, and the draft reads layers [0-9, ]+; serve with --record-taps"
@@ -258,8 +258,8 @@ def test_records_without_states_are_refused_at_the_start_and_left_out_later(
         run(config)
     # The newest records decide: older ones are left out, and counted.
     time.sleep(0.002)  # shards are named by the millisecond
-    serve_into(made, 20, seed=1)
+    serve_into(made, 8, seed=1)
     assert run(config) == 0
     status = made.status()
-    assert status["untapped"] == 4 and status["texts"] + status["held_out"] == 20
+    assert status["untapped"] == 4 and status["texts"] + status["held_out"] == 8
     assert "records without the target's states of layers" in (capsys.readouterr().err)
