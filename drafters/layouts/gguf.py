@@ -26,7 +26,7 @@ from draftsmith.files import atomic_folder
 from draftsmith.kernels.host_compiler import cache_folder
 from draftsmith.progress import say
 
-SUFFIX = ".gguf"
+SUFFIX, MAGIC = ".gguf", b"GGUF"
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
 # Name of a type in the file -> that of the folder's weights; of any other, bfloat16.
 DTYPES = {"F32": torch.float32, "F16": torch.float16}
@@ -93,6 +93,11 @@ def _converted(file: Path) -> Path:
         )
     if importlib.util.find_spec("gguf") is None:
         raise missing("a GGUF target", "gguf", "gguf")
+    with file.open("rb") as begin:
+        if begin.read(len(MAGIC)) != MAGIC:
+            raise UserError(
+                f"{str(file)!r} does not begin as GGUF does; check the path, or fetch it anew"
+            )
     state = file.stat()
     key = f"{file} {state.st_size} {state.st_mtime_ns} {transformers.__version__}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]

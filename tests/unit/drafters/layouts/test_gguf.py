@@ -111,6 +111,7 @@ def test_what_is_no_gguf_is_left_alone(tmp_path: Path, tiny_target: Callable[...
         (("a.gguf", "b.gguf"), "", "holds 2 GGUF files, 'a.gguf' and others; name one"),
         (("m-00001-of-00002.gguf",), "", "a part of a model"),
         (("broken.gguf",), "broken.gguf", "cannot be read by transformers"),
+        (("no.gguf",), "no.gguf", "does not begin as GGUF does"),
         ((), "absent.gguf", "does not exist; check the path, or write org/name:file.gguf"),
     ],
 )
@@ -120,7 +121,8 @@ def test_a_file_that_cannot_be_read_is_refused_in_a_sentence(
     folder = tmp_path / "models"
     folder.mkdir()
     for name in names:
-        (folder / name).write_bytes(b"GGUF and nothing more")
+        begin = b"" if name == "no.gguf" else b"GGUF"
+        (folder / name).write_bytes(begin + b" and nothing more")
     for read in (lambda path: load_config(path, trust_remote_code=False), Target.load):
         with pytest.raises(UserError, match=reason) as raised:
             read(str(folder / asked) if asked else str(folder))
