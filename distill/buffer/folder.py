@@ -20,6 +20,7 @@ from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.objects import Objects
 from draftsmith.distill.config import ForgetConfig
 from draftsmith.errors import UserError
+from draftsmith.progress import say
 from draftsmith.record import RoundRecord, hashed_answer
 
 logger = logging.getLogger("draftsmith.buffer")
@@ -241,6 +242,7 @@ def run(config: ForgetConfig) -> int:
             f"buffer {config.buffer!r} is empty or not there; give the one that serve --learn "
             "writes to"
         )
+    say(f"deleting it twice, {SETTLE_S:g} s apart, in which servers write what they still hold")
     removed = forget(folder, config.request, settle_s=SETTLE_S)
     if removed == 0:
         raise UserError(
