@@ -299,7 +299,8 @@ class DraftTrack:
         missing = 0 if self.is_gate_due else gate.every - learner.updates % gate.every
         return (
             f"next decision at update {learner.updates + missing} with {gate.requests} requests "
-            f"held out (now {len(self.window)}), {len(self.fresh)} of {learn.fresh} new texts{step}"
+            f"held out (now {len(self.window)}), {len(self.fresh)} new texts "
+            f"(an update takes {learn.fresh}){step}"
         )
 
     def to_dict(self) -> dict[str, Any]:

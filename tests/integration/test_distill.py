@@ -105,7 +105,7 @@ def test_what_is_due_is_told_at_the_start_and_a_mean_of_nothing_is_none(
     assert ", loss none yet\n" in said.getvalue() and "nan" not in said.getvalue()
     assert (
         "next decision at update 1 with 12 requests held out "
-        f"(now {len(learner.track.window)}), 0 of 2 new texts, loss"
+        f"(now {len(learner.track.window)}), 0 new texts (an update takes 2), loss"
     ) in said.getvalue()
 
 
