@@ -62,7 +62,10 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = server.check_model(body.model)
-        plan = await server.take_in(request, lambda: chat_plan(server, body))
+        try:
+            plan = await server.take_in(request, lambda: chat_plan(server, body))
+        except UserError as error:
+            raise as_refusal(error, api_name=body.api_name) from error
         responder = ChatResponder(
             model,
             server.vocabulary,

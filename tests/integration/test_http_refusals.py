@@ -101,6 +101,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
             [],
             [{"role": "user", "content": "x", "tool_calls": []}],
             [{"role": "user", "content": "x" * 1000}],
+            [{"role": "user", "content": "x" * 1_000_000}],
             [{"role": "user", "content": None}],
             [{"role": "tool", "content": "x"}],
             [{"role": "user", "content": "x", "tool_call_id": "1"}],
