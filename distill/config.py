@@ -21,7 +21,7 @@ from draftsmith.config import (
 )
 from draftsmith.drafters.config import DTYPES, OFFLOAD_HELP, OFFLOADS, TRUST_HELP
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
-from draftsmith.train.config import KEPT_POSITIONS, POSITIONS, WEIGHTS
+from draftsmith.train.config import KEPT_POSITIONS, POSITIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +123,8 @@ class LearnUnroll:
     """Training-time unrolling, by the names of `train`."""
 
     steps: int = option(4, "draft positions unrolled in training", limits=AT_LEAST_1)
-    weights: str = option(
-        "exponential", "what a step counts, as in train --unroll.weights", choices=WEIGHTS
-    )
     decay: float = option(
-        0.9, "weight of a step relative to the one before it (exponential)", limits=SHARE
+        0.9, "weight of a step relative to the one before it; 1 counts all alike", limits=SHARE
     )
 
 

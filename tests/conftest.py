@@ -218,7 +218,7 @@ LONGEST = (
     "integration/test_target_change.py",
     "unit/train/check/test_doctor.py", "unit/train/export/test_proof.py",
     "unit/serve/audit/test_audit_server.py", "unit/serve/engine/test_device_round.py",
-    "integration/test_serve_command.py", "unit/train/test_on_policy_runs.py",
+    "integration/test_serve_command.py",
     "unit/train/objective/test_stored_teacher.py", "unit/kernels/test_compile.py",
     "integration/test_fresh_noise.py", "integration/test_bench_drafters.py",
     "integration/test_bench_kernels.py", "integration/test_bench_online.py",

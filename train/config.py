@@ -19,8 +19,6 @@ from draftsmith.drafters.options import OPTIONS, DraftOptions
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
 
-WEIGHTS = ("uniform", "exponential", "d-pace", "expected-prefix")
-BY_DRAFT = WEIGHTS[2:]  # from the draft's acceptance of the text, with whole distributions
 FAMILIES = tuple(OPTIONS)
 # Of a round: of the text that it leaves, and of the rest of its draft.
 KEPT_POSITIONS = ("accepted", "first-rejected", "bonus")
@@ -55,45 +53,8 @@ class UnrollConfig:
     """Training-time unrolling: the draft is fed its own states, as it will be when it drafts."""
 
     steps: int = option(4, "draft positions unrolled in training", limits=POSITIVE)
-    weights: str = option(
-        "exponential",
-        "weights of the steps: uniform; exponential in `decay`; d-pace or expected-prefix by the "
-        "draft's present acceptance of the text, for one more pass through both heads",
-        choices=WEIGHTS,
-    )
     decay: float = option(
-        0.8, "weight of a step relative to the one before it (exponential)", limits=POSITIVE
-    )
-    noise: float = option(
-        0.0,
-        "uniform noise up to this on the target's states that the draft trains on; EAGLE has 0.1",
-        limits=NOT_NEGATIVE,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnPolicyConfig:
-    """Text that the current draft and the target write together. Needs the running target, whatever
-    `teacher` is."""
-
-    share: float = option(0.0, "share of each batch that is on-policy; 0 is off", limits=SHARE)
-    refresh: int = option(
-        16,
-        "steps between two writings; few follow the draft closely, many decode more texts at once",
-        limits=AT_LEAST_1,
-    )
-    k: int = option(5, "tokens drafted per round", limits=AT_LEAST_1)
-    tokens: int = option(
-        64, "tokens written after each prefix of a training text", limits=AT_LEAST_1
-    )
-    temperature: float = option(1.0, "of target and draft", limits=NOT_NEGATIVE)
-    positions: tuple[str, ...] = option(
-        KEPT_POSITIONS, "positions of the text trained on", choices=KEPT_POSITIONS
-    )
-    later_rejected: float = option(
-        0.5,
-        "weight of tokens drafted after a rejected one; 0 leaves those rows out",
-        limits=NOT_NEGATIVE,
+        0.8, "weight of a step relative to the one before it; 1 counts all alike", limits=POSITIVE
     )
 
 
@@ -225,15 +186,7 @@ class TrainConfig:
     )
     optim: OptimConfig = option(help="optimizer and schedule", factory=OptimConfig)
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
-    mean: str = option(
-        "token",
-        "what counts alike in the loss: every token, or every sample (text)",
-        choices=("token", "sample"),
-    )
     unroll: UnrollConfig = option(help="training-time unrolling", factory=UnrollConfig)
-    on_policy: OnPolicyConfig = option(
-        help="training on what the draft itself proposes", factory=OnPolicyConfig
-    )
 
 
 DRAFT_SAMPLING_HELP = (

@@ -4,7 +4,6 @@ whether a run may be continued. Pure and torch-free."""
 from __future__ import annotations
 
 import os
-from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from draftsmith.config import check_limits, to_dict
@@ -13,7 +12,7 @@ from draftsmith.drafters.options import DrafterOptions, MedusaOptions, MtpOption
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.config import BY_DRAFT, KEPT_POSITIONS, TrainConfig
+from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.folders import folders_of, named
 
 # Options that may differ between a run and its continuation: they change how long or how loudly it
@@ -76,27 +75,14 @@ def check_options(config: TrainConfig) -> None:
             )
     check_target_server(config)
     check_target_offload(config)
-    if config.target_shares > 1 and config.on_policy.share:
-        raise UserError(
-            f"option 'target_shares' is {config.target_shares} and 'on_policy.share' "
-            f"{config.on_policy.share}, but a target held "
-            "by several processes cannot decode for each of them apart; leave one of the two out"
-        )
     check_limits(config)
     kind_of(config.divergence)
-    check_objective(config)
 
 
 def check_target_offload(config: TrainConfig) -> None:
     if config.target_offload is None:
         return
     check_offload(config.target_offload, config.target_shares)
-    if config.on_policy.share:
-        raise UserError(
-            f"option 'target_offload' is {config.target_offload!r} and 'on_policy.share' "
-            f"{config.on_policy.share}, for whose texts the whole target would be read again in "
-            "every round; leave one of the two out"
-        )
     if config.draft is not None and config.draft.target_layers is not None:
         raise UserError(
             f"option 'draft.target_layers' is {config.draft.target_layers} and copies layers of a "
@@ -132,7 +118,6 @@ def check_target_server(config: TrainConfig) -> None:
         "target_offload": config.target_offload is not None,
         "draft.target_layers": bool(config.draft and config.draft.target_layers),
         "eval_prompts": bool(config.eval_prompts),
-        "on_policy.share": bool(config.on_policy.share),
     }
     for name, needs_target in others.items():
         if needs_target:
@@ -155,20 +140,6 @@ def check_init(init: str, config: TrainConfig) -> None:
         )
 
 
-def check_objective(config: TrainConfig) -> None:
-    """Checks the options of noise and of on-policy training."""
-    noise, own = config.unroll.noise, config.on_policy
-    if noise and config.family == "draft-lm":
-        raise UserError(
-            f"option 'unroll.noise' is {noise} but a draft-lm reads no states of the target; "
-            "remove it"
-        )
-    if not own.positions:
-        raise UserError(
-            f"option 'on_policy.positions' is empty; choose from {', '.join(KEPT_POSITIONS)}"
-        )
-
-
 def check_stored_sparse(config: TrainConfig) -> None:
     """Refuses options that need whole distributions where the data stores the likeliest tokens and
     their tail."""
@@ -182,15 +153,9 @@ def check_stored_sparse(config: TrainConfig) -> None:
 
 
 def check_sparse(config: TrainConfig, why: str, mend: str) -> None:
-    """Refuses options that need more than the likeliest tokens and their tail."""
-    refused = {
-        "divergence": config.divergence.startswith("ce"),
-        "unroll.weights": config.unroll.weights in BY_DRAFT,
-        "on_policy.share": config.on_policy.share > 0,
-    }
-    for name, is_wrong in refused.items():
-        if is_wrong:
-            raise UserError(f"option {name!r} needs whole distributions and {why}; {mend}")
+    """Refuses a divergence that needs more than the likeliest tokens and their tail."""
+    if config.divergence.startswith("ce"):
+        raise UserError(f"option 'divergence' needs whole distributions and {why}; {mend}")
 
 
 def total_steps(config: TrainConfig, batches_per_epoch: int, world_size: int) -> int:
@@ -226,48 +191,11 @@ def eval_interval(config: TrainConfig, steps: int) -> int:
 def different_from(config: TrainConfig, recorded: dict[str, Any]) -> str | None:
     """The first option, with its old and new value, that makes a continuation another run; None
     when there is none."""
-    now, then = flat(to_dict(config)), flat(completed(recorded, config))
-    for name in sorted(now.keys() | then.keys()):
-        if name in CONTINUABLE or listed(now.get(name)) == listed(then.get(name)):
-            continue
-        if not is_option(config, name):
-            if not then[name]:
-                continue  # it was off
-            return f"{name} was {then[name]!r} and is no option of this version"
-        return f"{name}: {then.get(name)!r} -> {now.get(name)!r}"
+    now, then = flat(to_dict(config)), flat(recorded)
+    for name in sorted((now.keys() | then.keys()) - CONTINUABLE):
+        if now.get(name) != then.get(name):
+            return f"{name}: {then.get(name)!r} -> {now.get(name)!r}"
     return None
-
-
-def listed(value: Any) -> Any:
-    """A single value as a list of it: runs from before an option took several go on."""
-    return value if isinstance(value, list) else [value]
-
-
-def completed(recorded: dict[str, Any], config: Any) -> dict[str, Any]:
-    """`recorded` with the defaults of options that are younger than it: a new option's default is
-    what was done before."""
-    whole = dict(recorded)
-    for field in fields(config):
-        name, now = field.name, vars(config)[field.name]
-        if name in recorded:
-            if is_dataclass(now) and isinstance(recorded[name], dict):
-                whole[name] = completed(recorded[name], now)
-        elif field.default_factory is not MISSING:
-            default = field.default_factory()
-            whole[name] = to_dict(default) if is_dataclass(default) else default
-        elif field.default is not MISSING:
-            whole[name] = field.default
-    return whole
-
-
-def is_option(config: Any, name: str) -> bool:
-    """True where `name`, as `flat` makes it, is an option now; also for one within a section that
-    is not given now."""
-    first, _, rest = name.partition(".")
-    values = vars(config)
-    if first not in values:
-        return False
-    return not rest or not is_dataclass(values[first]) or is_option(values[first], rest)
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -41,7 +41,6 @@ from draftsmith.train.objective.prompt_logprobs import PatientServer, PromptLogp
 from draftsmith.train.objective.stored_teacher import DistributionSource, stored_source
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.objective.unrolled_loss import recompute_mlps
-from draftsmith.train.on_policy import KeepTexts, OnPolicy, load_texts
 from draftsmith.train.optim import BETAS, Clock
 from draftsmith.train.reporting import Reporter, draw_curves, rank_0_s
 from draftsmith.train.trainer import DraftTrainer, Trainee
@@ -183,7 +182,7 @@ def new_trainer(
     placement, target, corpus = material
     spare = new_drafter(config, *material) if resolve.zero_stage(config.deepspeed) == 3 else None
     kind = kind_of(config.divergence)
-    trainee = Trainee(drafter, source, config.unroll, kind=kind, mean=config.mean, seed=config.seed)
+    trainee = Trainee(drafter, source, config.unroll, kind=kind)
     folder = RunFolder(config.out)
     folder.make()
     row_length = config.max_length if config.packing else None
@@ -213,7 +212,6 @@ def new_trainer(
             file=sys.stderr,
         )
     clock = Clock(total_steps=steps, budget_s=config.minutes and config.minutes * 60)
-    on_policy = new_on_policy(config, placement, target, corpus) if config.on_policy.share else None
     trainer = DraftTrainer(
         trainee,
         args,
@@ -223,10 +221,7 @@ def new_trainer(
         clock=clock,
         held_out=held_out,
         spare=spare,
-        on_policy=on_policy,
     )
-    if on_policy is not None:
-        trainer.add_callback(KeepTexts(on_policy))
     trainer.add_callback(
         Reporter(
             folder,
@@ -238,22 +233,6 @@ def new_trainer(
         )
     )
     return trainer
-
-
-def new_on_policy(
-    config: TrainConfig, placement: Placement, target: Target, corpus: Mixture
-) -> OnPolicy:
-    return OnPolicy(
-        config.on_policy,
-        target,
-        corpus.train,
-        batch_size=config.batch_size,
-        passes=config.accumulate,
-        seed=config.seed,
-        rank=placement.rank,
-        max_length=config.max_length,
-        text_weights=corpus.train.weights,
-    )
 
 
 def open_folder(
@@ -274,8 +253,6 @@ def open_folder(
             join_parts(newest.path)
         trainer.accelerator.wait_for_everyone()
     trainer.clock.elapsed_s = newest.elapsed_s
-    if trainer.on_policy is not None:
-        load_texts(trainer.on_policy, newest.path, world_size=placement.world_size)
     return newest
 
 

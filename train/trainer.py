@@ -7,9 +7,7 @@ it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from safetensors import SafetensorError
@@ -26,21 +24,10 @@ from draftsmith.train.data.batches import BatchPlan, pack
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.mixture import Mixed
 from draftsmith.train.evaluate.measured import Figures, HeldOut
-from draftsmith.train.objective.prompt_logprobs import PromptLogprobs
-from draftsmith.train.objective.rounds_of_text import step_weighting
 from draftsmith.train.objective.teacher import TargetSource
-from draftsmith.train.objective.unrolled_loss import (
-    FeatureNoise,
-    Unrollable,
-    UnrolledLoss,
-    unrolled_loss,
-)
-from draftsmith.train.on_policy import OnPolicy
+from draftsmith.train.objective.unrolled_loss import Unrollable, UnrolledLoss, unrolled_loss
 from draftsmith.train.optim import BETAS, Clock, lr_factor, muon_with_adamw
 from draftsmith.train.reporting import MetricWindow
-
-LEAST_ITEMS = 1e-6
-
 
 Inputs = dict[str, TextBatch]  # of one pass, as the Trainer hands it on: the key is "text"
 
@@ -48,8 +35,8 @@ Inputs = dict[str, TextBatch]  # of one pass, as the Trainer hands it on: the ke
 class Trainee(torch.nn.Module):
     """The trained parameters, with a forward that returns the summed loss of a batch."""
 
-    # The Trainer hands over the number of trained tokens (or texts) of the whole optimizer step, so
-    # the loss is a mean over accumulated passes and ranks alike.
+    # The Trainer hands over the number of trained tokens of the whole optimizer step: the loss is a
+    # mean over accumulated passes and ranks alike.
     accepts_loss_kwargs = True
     # The Trainer asks for it when a checkpoint holds tied weights once.
     _keys_to_ignore_on_save = None
@@ -61,34 +48,24 @@ class Trainee(torch.nn.Module):
         unroll: UnrollConfig,
         *,
         kind: DivergenceKind = FORWARD_KL,
-        mean: str = "token",
-        seed: int = 0,
     ):
-        """`mean` is over "token" or "sample", texts; `seed` is of the noise."""
         super().__init__()
         self.drafter = drafter
         self.unroll = unroll
-        self.weighting = step_weighting(unroll.weights, unroll.decay)
         self.kind = kind
-        self.mean = mean
-        self.seed = seed
         self.source = source
 
     def forward(
-        self, text: TextBatch, num_items_in_batch: torch.Tensor, step: int = 0
+        self, text: TextBatch, num_items_in_batch: torch.Tensor
     ) -> dict[str, torch.Tensor | UnrolledLoss]:
-        """`step` is the number of optimizer steps done."""
-        if self.mean == "sample":
-            text = replace(text, weights=per_sample(text.weights, text.segments))
         drafter: Unrollable = self.drafter
         unrolled = unrolled_loss(
             drafter,
             self.source,
             text,
             num_steps=self.unroll.steps,
-            weighting=self.weighting,
+            decay=self.unroll.decay,
             kind=self.kind,
-            noise=FeatureNoise(self.unroll.noise, self.seed, step) if self.unroll.noise else None,
         )
         return {"loss": unrolled.mean(num_items_in_batch), "unrolled": unrolled}
 
@@ -108,19 +85,13 @@ class DraftTrainer(Trainer):
         row_length: int | None = None,
         held_out: HeldOut,
         spare: torch.nn.Module | None = None,
-        on_policy: OnPolicy | None = None,
     ):
         self.sequences, self.row_length = sequences, row_length
-        self.mean = trainee.mean
         self.optim_config = optim
         self.clock = clock
         self.held_out = held_out
         self._measured: tuple[int, Figures | None] | None = None
         self.spare = spare
-        self.on_policy = on_policy
-        source = trainee.source
-        self.ahead = source if isinstance(source, PromptLogprobs) else None
-        self._batches: Peekable | None = None
         self.window = MetricWindow(trainee.unroll.steps, trainee.kind)
         super().__init__(
             model=trainee, args=arguments, data_collator=as_inputs, train_dataset=sequences
@@ -150,26 +121,10 @@ class DraftTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[Inputs], torch.Tensor]:
-        """Passes of an optimizer step, and the divisor of its loss: its trained tokens, or its
-        texts that have any."""
-        if self.ahead is not None:
-            # The same iterator for all steps of an epoch.
-            if self._batches is None or self._batches.source is not epoch_iterator:
-                self._batches = Peekable(epoch_iterator)
-            epoch_iterator = self._batches
+        """Passes of an optimizer step, and the divisor of its loss: its trained tokens."""
         passes, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        texts = [inputs["text"] for inputs in passes]
-        if self.ahead is not None and self._batches is not None:
-            self.ahead.announce([*texts, *(inputs["text"] for inputs in self._batches.peek())])
-        if self.on_policy is not None:
-            texts = self.on_policy.mix(
-                texts, step=self.state.global_step, drafter=self.whole_drafter
-            )
-            self.model.train()
-        num_items = torch.stack([num_items_of(text, self.mean) for text in texts]).sum()
-        # On-policy rows may all be of positions that do not count: such a step trains nothing.
-        num_items = self.accelerator.gather(num_items.to(device)).sum().clamp(min=LEAST_ITEMS)
-        return [{"text": text} for text in texts], num_items
+        num_items = torch.stack([inputs["text"].weights.sum() for inputs in passes]).sum()
+        return passes, self.accelerator.gather(num_items.to(device)).sum()
 
     def _prepare_inputs(self, inputs: Inputs) -> Inputs:
         return {"text": inputs["text"].to(self.args.device)}
@@ -206,13 +161,11 @@ class DraftTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor | UnrolledLoss]]:
-        outputs = model(
-            **inputs, num_items_in_batch=num_items_in_batch, step=self.state.global_step
-        )
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         # Data-parallel ranks average their gradients, and `num_items_in_batch` already counts the
         # tokens of all.
         loss = outputs["loss"] * self.accelerator.num_processes
-        self.window.add(outputs["unrolled"], is_of_data(inputs["text"]), loss)
+        self.window.add(outputs["unrolled"], inputs["text"].weights > 0, loss)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -291,58 +244,8 @@ class DraftTrainer(Trainer):
         return next((entry for entry in reversed(self.state.log_history) if "loss" in entry), {})
 
 
-class Peekable:
-    """An iterator whose next item may be looked at."""
-
-    def __init__(self, source: Iterator[Inputs]):
-        self.source = source
-        self._held: list[Inputs] = []
-
-    def __iter__(self) -> Iterator[Inputs]:
-        return self
-
-    def __next__(self) -> Inputs:
-        return self._held.pop() if self._held else next(self.source)
-
-    def peek(self) -> list[Inputs]:
-        """The next item, which stays; [] at the end."""
-        if not self._held:
-            self._held.extend(itertools.islice(self.source, 1))
-        return list(self._held)
-
-
 def as_inputs(rows: list[list[TokenSequence]]) -> Inputs:
     return {"text": pack(rows)}
-
-
-def num_items_of(text: TextBatch, mean: str) -> torch.Tensor:
-    """Share of a pass in the divisor of the loss: the weights of its tokens, or the number of its
-    texts that have any."""
-    if mean == "token":
-        return text.weights.sum()
-    return (text_sums(text.weights, text.segments) > 0).float().sum()
-
-
-def is_of_data(text: TextBatch) -> torch.Tensor:
-    """[B, L] bool: trained tokens of the data folder. On-policy rows are of none, and the metrics
-    of text do not count them."""
-    is_trained = text.weights > 0
-    return is_trained if text.token_index is None else is_trained & (text.token_index >= 0)
-
-
-def per_sample(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, L] -> weights that sum to 1 in each text that has any: every text counts
-    alike."""
-    sums = text_sums(weights, segments)
-    totals = sums if segments is None else sums.gather(-1, segments.clamp(min=0))
-    return weights / totals.clamp(min=torch.finfo(weights.dtype).tiny)
-
-
-def text_sums(weights: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, n], n >= the texts of any row: the sum over each text, 0 where a row has no such text."""
-    if segments is None:
-        return weights.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(weights).scatter_add(-1, segments.clamp(min=0), weights)
 
 
 def once_each(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -36,7 +36,6 @@ from draftsmith.kernels.dispatch import autocast, reads_freely
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.config import POSITIONS
 from draftsmith.train.data.roles import RoleWeights, branch_row, text_row
-from draftsmith.train.objective.rounds_of_text import step_weighting
 from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
 from draftsmith.train.optim import MUON_MOMENT, muon_with_adamw, part_of
 
@@ -327,7 +326,6 @@ class CandidateOptimizer:
 
     def __init__(self, drafter: torch.nn.Module, config: LearnConfig):
         self.drafter, self.config = drafter, config
-        self.weighting = step_weighting(config.unroll.weights, config.unroll.decay)
         self.device = next(drafter.parameters()).device
         self.in_bf16 = computes_in_bf16(config.dtype, self.device)
         self.forget()
@@ -358,7 +356,7 @@ class CandidateOptimizer:
                 batch.source,
                 batch.text,
                 num_steps=self.config.unroll.steps,
-                weighting=self.weighting,
+                decay=self.config.unroll.decay,
                 kind=kind_of(self.config.divergence),
             )
 

@@ -27,7 +27,6 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.record import Distributions, ProbArrays, RoundRecord
-from draftsmith.train.config import BY_DRAFT
 from draftsmith.train.data.batches import packed, padded, rows_as_long_as_the_longest, rows_of
 from draftsmith.train.data.roles import TrainedRow, trained_text
 from draftsmith.train.objective.outline import load_outline
@@ -211,16 +210,11 @@ def check_teacher(config: LearnConfig) -> None:
     """Refuses options that need more than the recorded likeliest tokens and their tail."""
     if config.teacher == "live":
         return
-    whole = {
-        "divergence": config.divergence.startswith("ce"),
-        "unroll.weights": config.unroll.weights in BY_DRAFT,
-    }
-    for name, is_wrong in whole.items():
-        if is_wrong:
-            raise UserError(
-                f"option 'learn.{name}' needs whole distributions and records hold the likeliest "
-                "tokens; change it, or give learn.teacher=live"
-            )
+    if config.divergence.startswith("ce"):
+        raise UserError(
+            "option 'learn.divergence' needs whole distributions and records hold the likeliest "
+            "tokens; change it, or give learn.teacher=live"
+        )
     if set(config.positions) == {"bonus"}:
         raise UserError(
             "learn.positions is 'bonus' alone, of which records hold no distribution; add "

@@ -25,7 +25,6 @@ from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
-from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.conftest import SHAPE, make_tokenizer
@@ -125,9 +124,7 @@ def test_evaluated_and_trained_at_the_end_of_all_of_it(case):
     drafter = Eagle3.create(Eagle3Options(), target, seed=1)
     found = evaluate_draft(drafter.eval(), target, [sequence], temperature=1.0, k=2)
     assert 1 <= found.tau.value <= 3
-    loss = unrolled_loss(
-        drafter, LiveSource(target), collate([sequence]), num_steps=2, weighting=Exponential(0.8)
-    )
+    loss = unrolled_loss(drafter, LiveSource(target), collate([sequence]), num_steps=2, decay=0.8)
     loss.total.backward()
     for parameter in drafter.parameters():
         if parameter.requires_grad:

@@ -23,7 +23,7 @@ from draftsmith.drafters.target.quantised import numbers_of
 from draftsmith.drafters.target.sharded import gathered
 from draftsmith.errors import UserError
 from draftsmith.train.command import run
-from draftsmith.train.config import EvalConfig, OnPolicyConfig, OptimConfig, TrainConfig
+from draftsmith.train.config import EvalConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate import command as evaluation
 from draftsmith.train.evaluate.start import check
 from tests.forked import Forked, finish, one_thread
@@ -141,7 +141,6 @@ def none_written(*_: object) -> Any:
     ("changes", "says"),
     [
         ({"target_shares": 2}, "'target_offload' is 'disk' and 'target_shares' 2; leave one"),
-        ({"on_policy": OnPolicyConfig(share=0.5)}, "'on_policy.share' 0.5, for whose texts"),
         (
             {"family": "draft-lm", "draft": DraftOptions(target_layers=(0,))},
             "'draft.target_layers' is .* not offloaded",

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.utils.data
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.drafters.interface import TextBatch
@@ -87,33 +86,6 @@ def padded(rows: Sequence[torch.Tensor], value: float = 0) -> torch.Tensor:
 def mask_of(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """[B, L] int64, 1 where `padded` has tokens of the rows."""
     return padded([torch.ones_like(row, dtype=torch.int64) for row in rows])
-
-
-def rows_at(text: TextBatch, rows: Sequence[int]) -> TextBatch:
-    """Batch of these rows, in this order."""
-    at = list(rows)
-    return TextBatch(
-        **{name: None if values is None else values[at] for name, values in vars(text).items()}
-    )
-
-
-def joined(above: TextBatch, below: TextBatch) -> TextBatch:
-    """Rows of both batches, padded on the right to the longer."""
-    width = max(above.input_ids.shape[1], below.input_ids.shape[1])
-
-    def stacked(name: str, value: float) -> torch.Tensor | None:
-        parts = [getattr(batch, name) for batch in (above, below)]
-        if any(part is None for part in parts):
-            return None
-        return torch.cat([pad(part, (0, width - part.shape[1]), value=value) for part in parts])
-
-    return TextBatch(
-        input_ids=stacked("input_ids", 0),
-        attention_mask=stacked("attention_mask", 0),
-        weights=stacked("weights", 0.0),
-        segments=stacked("segments", -1),
-        token_index=stacked("token_index", -1),
-    )
 
 
 class BatchPlan(torch.utils.data.Sampler[Batch]):

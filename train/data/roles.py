@@ -1,5 +1,4 @@
-"""Roles of a text's positions in rounds of draft and target, as rows to train on. Shared by
-on-policy and online training.
+"""Roles of a text's positions in rounds of draft and target, as rows to train on.
 
 Along the text a drafted token is trained wherever verification looked at it: accepted ones, and the
 first rejected one of each round. The rest of a rejected draft is no part of the text; it is a row
@@ -16,10 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftsmith.drafters.interface import TextBatch
 from draftsmith.record import UNLOGGED
 from draftsmith.train.config import KEPT_POSITIONS
-from draftsmith.train.data.batches import TrainedText, packed
+from draftsmith.train.data.batches import TrainedText
 
 
 class Role(enum.IntEnum):
@@ -103,8 +101,3 @@ def branch_row(branch: Branch, weights: RoleWeights) -> TrainedRow:
 
 def trained_text(row: TrainedRow) -> TrainedText:
     return TrainedText(torch.tensor(row.tokens, dtype=torch.int64), torch.from_numpy(row.weights))
-
-
-def padded_rows(rows: Sequence[TrainedRow], device: torch.device) -> TextBatch:
-    """Rows of any lengths as one batch, a text each."""
-    return packed([[trained_text(row)] for row in rows]).to(device)

@@ -31,11 +31,11 @@ class NarrowLogits:
         self._rest: np.ndarray | None = None
 
     def __call__(self, states: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """States [d, H] behind the tokens `index` [d] of the stored ones, -1 of others -> (logits
-        [d, V], False) or (logits [d, Vd + 1], the last of all other tokens together, True)."""
+        """States [d, H] behind the stored tokens `index` [d] -> (logits [d, V], False) or (logits
+        [d, Vd + 1], the last of all other tokens together, True)."""
         at = index.cpu().numpy()
-        rest = self._known()[at.clip(min=0)]
-        if self.narrow is not None and ((rest != 0) & (at >= 0)).all():
+        rest = self._known()[at]
+        if self.narrow is not None and (rest != 0).all():
             logits = self.narrow(states)
             logits[:, -1] = torch.from_numpy(rest).to(logits)
             return logits, True
@@ -49,7 +49,7 @@ class NarrowLogits:
         )
         # 0 stands for an unknown one.
         found = others.where(others != 0, torch.finfo(others.dtype).tiny).cpu().numpy()
-        self._known()[at[at >= 0]] = found[at >= 0]
+        self._known()[at] = found
         return logits, False
 
     def _known(self) -> np.ndarray:

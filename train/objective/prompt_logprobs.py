@@ -1,8 +1,7 @@
 """Likeliest tokens after each token of a text, by the `prompt_logprobs` of an engine that has the
 target, as vLLM gives them.
 
-A server that is away is waited for; what it refuses is raised at once. The next batch is asked for
-while the draft's step on this one runs.
+A server that is away is waited for; what it refuses is raised at once.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -138,21 +136,10 @@ class PromptLogprobs:
     def __init__(self, server: PatientServer, vocab_size: int, top: int):
         self.server, self.vocab_size, self.top = server, vocab_size, top
         self._room = threading.BoundedSemaphore(AT_ONCE)
-        self._coming: deque[TextBatch] = deque()
-        self._ahead: tuple[list[list[int]], Future[TopProbs]] | None = None
         self.model = server.first_model()
 
-    def announce(self, batches: Iterable[TextBatch]) -> None:
-        """Batches from the next one on; those announced before are forgotten."""
-        self._coming = deque(batches)
-
     def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
-        found = self._likeliest(texts_of(text))
-        if self._coming:
-            self._coming.popleft()
-        if self._coming:
-            texts = texts_of(self._coming[0])
-            self._ahead = texts, in_background(partial(self._found, texts))
+        found = self._found(texts_of(text))
         mask, device = text.attention_mask, text.input_ids.device
         number = (mask.flatten().cumsum(dim=0) - 1).view_as(mask)
         known = TopProbs(*(part.to(device) for part in found))
@@ -162,12 +149,6 @@ class PromptLogprobs:
             return TopProbs(*(values[chosen] for values in known))
 
         return TargetSignals(None, distributions)
-
-    def _likeliest(self, texts: list[list[int]]) -> TopProbs:
-        if self._ahead is not None and self._ahead[0] == texts:
-            ahead, self._ahead = self._ahead[1], None
-            return ahead.result()
-        return self._found(texts)
 
     def _found(self, texts: list[list[int]]) -> TopProbs:
         size = min(AT_ONCE, len(texts))  # threads

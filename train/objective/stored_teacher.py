@@ -91,16 +91,7 @@ class TapSource:
     def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
         if text.token_index is None:
             return self.live.read(text, taps)
-        target = self.live.target
         tapped, final = self._stored_states(text, taps)
-        unknown = (text.attention_mask.bool() & (text.token_index < 0)).any(dim=1)
-        if unknown.any():
-            # Text of the moment among that of the folder: nothing is stored of it.
-            rows = (part[unknown] for part in (text.input_ids, text.attention_mask))
-            segments = None if text.segments is None else text.segments[unknown]
-            live_taps, final[unknown] = target.states(*rows, taps, segments)
-            if live_taps is not None:
-                tapped[unknown] = live_taps
         index = text.token_index.flatten()
         distributions = logits_at(final, lambda states, at: self.head(states, index[at]))
         return TargetSignals(tapped if taps else None, distributions)
@@ -108,7 +99,7 @@ class TapSource:
     def _stored_states(
         self, text: TextBatch, taps: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(taps [B, L, n * H], final [B, L, H]) where the folder has the text; zeros elsewhere."""
+        """(taps [B, L, n * H], final [B, L, H]) of the texts; zeros in padding."""
         assert text.token_index is not None  # `read` asks the target for other texts
         target, shape = self.live.target, text.token_index.shape
         tapped = torch.zeros(*shape, len(taps), target.hidden_size, dtype=target.dtype)

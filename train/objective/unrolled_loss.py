@@ -7,7 +7,6 @@ B rows, L tokens per row, S unrolled steps, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -20,10 +19,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, DivergenceKind
 from draftsmith.kernels.products.float32_products import faster_linears
-from draftsmith.train.objective.rounds_of_text import DepthStats, StepWeighting, deepen, folded
 from draftsmith.train.objective.teacher import TargetSignals, TargetSource
-
-TOKENS_ONLY = DivergenceKind("ce")
 
 
 class Unrollable(Protocol):
@@ -60,8 +56,7 @@ class StepSums(NamedTuple):
 
 
 class UnrolledLoss(NamedTuple):
-    # scalar: sum over steps and positions of factor * weight * divergence, factors as in
-    # `StepWeighting`
+    # scalar: sum over steps and positions of factor * weight * divergence
     total: torch.Tensor
     scale: float  # total / (scale * weights.sum()) is the token mean
     sums: StepSums
@@ -81,28 +76,18 @@ def unrolled_loss(
     text: TextBatch,
     *,
     num_steps: int,
-    weighting: StepWeighting,
+    decay: float,
     kind: DivergenceKind = FORWARD_KL,
-    noise: FeatureNoise | None = None,
 ) -> UnrolledLoss:
-    """Loss over the unroll. The target's signals are read once, the draft runs once per step.
-    Gradients reach the draft only."""
+    """Loss over the unroll, in which depth s counts decay**s. The target's signals are read once,
+    the draft runs once per step. Gradients reach the draft only."""
     with torch.no_grad():
         signals = source.read(text, drafter.taps)
-        taps = (
-            signals.taps
-            if noise is None or signals.taps is None
-            else noise.added(signals.taps, text.input_ids)
-        )
     with faster_linears(text.input_ids.device):
-        steps = list(drafter.unroll(text.unrolled(taps, num_steps)))
+        steps = list(drafter.unroll(text.unrolled(signals.taps, num_steps)))
         predicted = [select(step, text) for step in steps]
-        factors = weighting.factors(
-            text.weights,
-            num_steps,
-            lambda: depth_stats(drafter, signals, predicted, text, num_steps),
-        )
-        weights = step_weights(predicted, folded(factors, len(steps)), text)
+        factors = step_factors(decay, num_steps, len(steps))
+        weights = torch.cat([factor * one.weights for factor, one in zip(factors, predicted)])
         result = _divergence(drafter, signals, predicted, weights, kind)
     # The zero keeps every rank's graph alike when a rank has no trained position at some depth.
     total = (
@@ -115,7 +100,7 @@ def unrolled_loss(
     if result.keep is not None:
         parts = zip(result.keep.split(sizes), predicted, strict=True)
         keep = torch.stack([scatter(kept, one, text.weights) for kept, one in parts], dim=-1)
-    return UnrolledLoss(total, weighting.scale(num_steps), _sums(result, predicted, sizes), keep)
+    return UnrolledLoss(total, sum(factors), _sums(result, predicted, sizes), keep)
 
 
 def select(step: UnrolledStep, text: TextBatch) -> PredictedStep:
@@ -144,45 +129,11 @@ def scatter(values: torch.Tensor, predicted: PredictedStep, like: torch.Tensor) 
     return spread
 
 
-def step_weights(
-    predicted: Sequence[PredictedStep], factors: torch.Tensor, text: TextBatch
-) -> torch.Tensor:
-    """[sum of R] the weight of every row of every step; `factors` as in `StepWeighting`, an entry a
-    step."""
-    factors = factors.expand(*text.weights.shape, len(predicted))
-    return torch.cat(
-        [factors[one.row, one.position, depth] * one.weights for depth, one in enumerate(predicted)]
-    )
-
-
-@torch.no_grad()
-def depth_stats(
-    drafter: Unrollable,
-    signals: TargetSignals,
-    predicted: Sequence[PredictedStep],
-    text: TextBatch,
-    num_steps: int,
-) -> DepthStats:
-    """Statistics of the draft on the text: a pass through both heads that the loss then repeats
-    with its weights known."""
-    result = _divergence(
-        drafter, signals, predicted, torch.cat([one.weights for one in predicted]), TOKENS_ONLY
-    )
-    assert result.keep is not None  # its tokens were given
-    # Cross entropy is 0, not infinite, outside the draft vocabulary, where nothing is kept.
-    confidence = torch.where(result.keep > 0, torch.exp(-result.rows), 0.0)
-    sizes = [len(one.weights) for one in predicted]
-
-    def spread(values: torch.Tensor) -> torch.Tensor:
-        parts = zip(values.split(sizes), predicted, strict=True)
-        return deepen(
-            torch.stack([scatter(part, one, text.weights) for part, one in parts], dim=-1),
-            num_steps,
-        )
-
-    known = spread(torch.ones_like(result.keep)) > 0
-    begun = text.positions[..., None] >= torch.arange(num_steps, device=known.device)
-    return DepthStats(spread(result.keep), spread(confidence), known & begun, begun)
+def step_factors(decay: float, num_steps: int, num_unrolled: int) -> list[float]:
+    """Weight of each step; the last one of an unroll that ends early stands for all depths after
+    it."""
+    factors = [decay**depth for depth in range(num_steps)]
+    return [*factors[: num_unrolled - 1], sum(factors[num_unrolled - 1 :])]
 
 
 def _divergence(
@@ -217,7 +168,7 @@ def _of_one_head(
     kind: DivergenceKind,
 ) -> Divergence:
     """Divergence of steps with one head at once: a call holds a gradient as large as the head until
-    backward, where there is one. Rows go in by the position they predict, so that what all depths
+    backward. Rows go in by the position they predict, so that what all depths
     draft for one is held against its distribution, computed once."""
     row, position = (
         torch.cat([one.row for one in predicted]),
@@ -226,8 +177,6 @@ def _of_one_head(
     order = (row * (position.max() + 1) + position).argsort(stable=True) if len(row) else row
     hidden = torch.cat([one.hidden for one in predicted])[order]
     head = drafter.head_weight() if predicted[0].head is None else predicted[0].head
-    if not torch.is_grad_enabled():
-        hidden, head = hidden.detach(), head.detach()
     result = divergence(
         kind,
         hidden,
@@ -276,28 +225,6 @@ def confidence_loss(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = binary_cross_entropy_with_logits(logits, alpha.to(logits.dtype), reduction="none")
     return (weights * losses).sum()
-
-
-@dataclass(frozen=True)
-class FeatureNoise:
-    """Noise on the taps that a draft trains on, so that it tolerates the inexact states it will
-    feed itself (EAGLE, arXiv:2401.15077): uniform on [-width, width], in the units of the target's
-    states; published with width 0.1.
-
-    What is drawn depends on seed, step and the batch's tokens alone: a resumed run draws the same.
-    """
-
-    width: float
-    seed: int
-    step: int  # optimizer steps done
-
-    def added(self, taps: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-        """taps [B, L, n * H] and the tokens [B, L] they were read at -> noisy taps."""
-        generator = torch.Generator(device=taps.device)
-        seed = (self.seed * 1_000_003 + self.step) * 1_000_003 + int(input_ids.sum())
-        generator.manual_seed(seed % (1 << 63))
-        unit = torch.rand(taps.shape, generator=generator, device=taps.device, dtype=torch.float32)
-        return taps + (self.width * (2 * unit - 1)).to(taps.dtype)
 
 
 def recompute_mlps(drafter: torch.nn.Module, option: str) -> None:

@@ -19,7 +19,6 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "lk-hybrid": ("divergence=lk-hybrid",),
     "tv": ("divergence=tv",),
     "tvd++": ("divergence=tvd++",),
-    "on-policy": ("on_policy.share=0.5",),
 }
 OURS, THEIRS = "draftsmith", "speculators"
 # What a CPU needs of speculators: no Triton, no flex attention, no bfloat16.

@@ -9,7 +9,7 @@ from draftsmith.config import to_dict
 from draftsmith.drafters.options import DraftOptions, Eagle3Options
 from draftsmith.errors import UserError
 from draftsmith.train import resolve
-from draftsmith.train.config import OnPolicyConfig, OptimConfig, TrainConfig, UnrollConfig
+from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
 
 
 def config(family: str = "eagle3", **changes: object) -> TrainConfig:
@@ -95,33 +95,6 @@ def test_a_record_read_back_is_the_same_run_but_for_what_may_change():
     ).startswith("optim.lr")
 
 
-def test_a_record_older_than_an_option_had_its_default():
-    noisy = config(draft=DraftOptions(taps=(1, 2)), unroll=UnrollConfig(noise=0.1), packing=True)
-    recorded = json.loads(json.dumps(to_dict(noisy)))
-    for section, name in (
-        (recorded["unroll"], "weights"),
-        (recorded["draft"], "norm_output"),
-        (recorded, "on_policy"),
-        (recorded, "mean"),
-    ):
-        del section[name]
-    assert resolve.different_from(noisy, recorded) is None
-    del recorded["unroll"]["noise"], recorded["packing"]
-    assert resolve.different_from(noisy, recorded) == "packing: False -> True"
-    recorded["packing"] = True
-    assert resolve.different_from(noisy, recorded) == "unroll.noise: 0.0 -> 0.1"
-
-
-def test_an_option_of_the_record_that_is_none_any_more_is_named():
-    recorded = json.loads(json.dumps(to_dict(config())))
-    recorded["unroll"]["speed"] = 3
-    recorded["colour"] = None  # never given, so nothing is lost
-    assert (
-        resolve.different_from(config(), recorded)
-        == "unroll.speed was 3 and is no option of this version"
-    )
-
-
 def test_a_divergence_that_is_none_is_named_before_anything_loads():
     resolve.check(config(divergence="jsd:0.3"))
     with pytest.raises(UserError, match="did you mean 'lk-alpha'"):
@@ -141,25 +114,12 @@ def test_a_divergence_that_is_none_is_named_before_anything_loads():
         ({"optim": OptimConfig(max_grad_norm=-1.0)}, "option 'optim.max_grad_norm' is -1.0"),
         ({"unroll": UnrollConfig(decay=-1.0)}, "option 'unroll.decay' is -1.0"),
         ({"unroll": UnrollConfig(steps=0)}, "option 'unroll.steps' is 0"),
-        ({"on_policy": OnPolicyConfig(share=1.5)}, "on_policy.share"),
-        ({"on_policy": OnPolicyConfig(refresh=0)}, "on_policy.refresh"),
-        ({"on_policy": OnPolicyConfig(k=0)}, "on_policy.k"),
-        ({"on_policy": OnPolicyConfig(positions=())}, "on_policy.positions"),
-        ({"on_policy": OnPolicyConfig(later_rejected=-1.0)}, "on_policy.later_rejected"),
-        ({"on_policy": OnPolicyConfig(temperature=-0.5)}, "on_policy.temperature"),
     ],
 )
 def test_numbers_that_no_run_could_use_are_refused_before_anything_loads(changes, said):
     resolve.check(config())
     with pytest.raises(UserError, match=said):
         resolve.check(config(**changes))
-
-
-def test_a_run_from_before_there_were_several_folders_goes_on():
-    recorded = to_dict(config())
-    assert resolve.different_from(replace(config(), data=("d",)), recorded) is None
-    change = resolve.different_from(replace(config(), data=("d:2",)), recorded)
-    assert change == "data: 'd' -> ['d:2']"
 
 
 def test_a_wrong_weight_of_a_folder_is_refused_before_anything_loads():

@@ -21,7 +21,6 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from draftsmith import cli
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import DraftOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -29,11 +28,10 @@ from draftsmith.lock import folder_lock
 from draftsmith.train import optim, reporting, session, trainer
 from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.command import run
-from draftsmith.train.config import OptimConfig, TrainConfig, UnrollConfig
+from draftsmith.train.config import OptimConfig, TrainConfig
 from draftsmith.train.evaluate import measured as evaluations
 from draftsmith.train.evaluate.measured import Figures, measure
 from draftsmith.train.objective.prompt_logprobs import PatientServer
-from draftsmith.train.objective.teacher import LiveSource
 from tests.conftest import small_files
 from tests.vllm_stand_in import StandIn
 
@@ -109,31 +107,6 @@ def test_a_timed_run_killed_before_its_last_evaluation_trains_no_more(configure)
     assert "eval_tau" in metrics(config)[-1]
     run(more := replace(config, minutes=10.0, steps=newest.step + 1))
     assert checkpoint.read_metadata(more.out)["training"]["steps"] == newest.step + 1
-
-
-def test_a_sample_mean_counts_a_short_text_like_a_long_one(tiny_target, table_drafter):
-    target = Target.load(tiny_target("llama"))
-    ids = torch.randint(3, 288, (2, 12), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    long, short = ids.clone(), ids.clone()
-    long[:, :3], short[:, :10] = -100, -100
-    labels = torch.stack([long[0], short[1]])
-
-    def loss(rows: slice, num_items: int, mean: str) -> float:
-        trainee = trainer.Trainee(
-            table_drafter(288), LiveSource(target), UnrollConfig(steps=1), mean=mean
-        )
-        text = TextBatch(
-            input_ids=ids[rows], attention_mask=mask[rows], weights=(labels[rows] != -100).float()
-        )
-        return trainee(text, torch.tensor(num_items))["loss"].item()
-
-    apart = [loss(slice(0, 1), 9, "token"), loss(slice(1, 2), 2, "token")]
-    assert abs(apart[0] - apart[1]) > 1e-2
-    assert loss(slice(0, 2), 2, "sample") == pytest.approx(sum(apart) / 2, rel=1e-5)
-    assert loss(slice(0, 2), 11, "token") == pytest.approx(
-        (9 * apart[0] + 2 * apart[1]) / 11, rel=1e-5
-    )
 
 
 def test_mass_outside_the_draft_vocabulary_is_told(configure):

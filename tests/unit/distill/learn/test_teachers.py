@@ -169,10 +169,6 @@ def test_a_narrow_distribution_among_wide_ones_keeps_its_tail(
     ("changes", "sentence"),
     [
         ({"divergence": "ce"}, "option 'learn.divergence' needs whole distributions"),
-        (
-            {"unroll": LearnUnroll(weights="d-pace")},
-            "option 'learn.unroll.weights' needs whole distributions",
-        ),
         ({"positions": ("bonus",)}, "learn.positions is 'bonus' alone"),
     ],
 )

@@ -30,7 +30,6 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.batches import pack
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.noise import noisy
@@ -76,9 +75,7 @@ def trained(
     target = loaded(folder)
     drafter = FAMILIES[family].create(OPTIONS[family], target, seed=0).to(torch.float64)
     noisy(drafter, 2, 0.05)  # parts that begin at zero would hide what flows through them
-    unrolled = unrolled_loss(
-        drafter, LiveSource(target), text, num_steps=3, weighting=Exponential(0.8)
-    )
+    unrolled = unrolled_loss(drafter, LiveSource(target), text, num_steps=3, decay=0.8)
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(
         unrolled.total, parameters, allow_unused=True, materialize_grads=True

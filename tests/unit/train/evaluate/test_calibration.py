@@ -14,7 +14,6 @@ from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.estimate import Reliability
 from draftsmith.train.evaluate.teacher_forced import evaluate_draft
-from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.noise import noisy
@@ -43,13 +42,12 @@ def text() -> TextBatch:
 
 
 def loss(drafter: Dspark, target: Target):
-    weighting = Exponential(DECAY)
     return unrolled_loss(
         drafter,
         LiveSource(target),
         text(),
         num_steps=STEPS,
-        weighting=weighting,
+        decay=DECAY,
         kind=kind_of("forward-kl"),
     )
 
@@ -124,7 +122,7 @@ def test_training_the_head_calibrates_it_and_a_shifted_head_is_seen(drafter, tar
     for _ in range(30):
         optimizer.zero_grad()
         unrolled_loss(
-            drafter, LiveSource(target), batch, num_steps=STEPS, weighting=Exponential(1.0)
+            drafter, LiveSource(target), batch, num_steps=STEPS, decay=1.0
         ).total.backward()
         optimizer.step()
     after = error()

@@ -10,7 +10,6 @@ import torch
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.objective.rounds_of_text import Exponential
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.unrolled import unroll_batch
@@ -59,9 +58,7 @@ def by_hand(drafter, target, batch: TextBatch, num_steps: int, decay: float):
 def test_loss_metrics_and_gradients_equal_the_plain_computation(target, table_drafter):
     drafter = table_drafter(288).double()
     batch = text()
-    unrolled = unrolled_loss(
-        drafter, LiveSource(target), batch, num_steps=3, weighting=Exponential(0.7)
-    )
+    unrolled = unrolled_loss(drafter, LiveSource(target), batch, num_steps=3, decay=0.7)
     expected, keep, alphas = by_hand(drafter, target, batch, 3, 0.7)
     assert unrolled.total.item() == pytest.approx(expected.item(), rel=1e-10)
     assert unrolled.scale == pytest.approx(1 + 0.7 + 0.49)
@@ -78,12 +75,7 @@ def test_another_divergence_is_weighted_alike(target, table_drafter):
     drafter = table_drafter(288).double()
     batch = text()
     unrolled = unrolled_loss(
-        drafter,
-        LiveSource(target),
-        batch,
-        num_steps=3,
-        weighting=Exponential(0.7),
-        kind=kind_of("tv"),
+        drafter, LiveSource(target), batch, num_steps=3, decay=0.7, kind=kind_of("tv")
     )
     _, _, alphas = by_hand(drafter, target, batch, 3, 0.7)
     expected = sum(0.7**depth * (unrolled.sums.weight[depth] - alphas[depth]) for depth in range(3))
@@ -99,9 +91,7 @@ def test_a_shift_by_one_would_be_seen(target, table_drafter):
     drafter = table_drafter(288).double()
     batch = text()
     shifted = replace(batch, weights=batch.weights.roll(1, dims=1))
-    unrolled = unrolled_loss(
-        drafter, LiveSource(target), shifted, num_steps=3, weighting=Exponential(0.7)
-    )
+    unrolled = unrolled_loss(drafter, LiveSource(target), shifted, num_steps=3, decay=0.7)
     expected, _, _ = by_hand(drafter, target, batch, 3, 0.7)
     assert abs(unrolled.total.item() - expected.item()) > 1e-3
 
@@ -114,9 +104,7 @@ def test_padding_changes_nothing(target, table_drafter):
             one[1:, :length] for one in (batch.input_ids, batch.attention_mask, batch.weights)
         )
         row = TextBatch(input_ids=ids, attention_mask=mask, weights=weights)
-        found = unrolled_loss(
-            drafter, LiveSource(target), row, num_steps=2, weighting=Exponential(1.0)
-        )
+        found = unrolled_loss(drafter, LiveSource(target), row, num_steps=2, decay=1.0)
         totals.append(found.total.item())
     assert totals[0] == pytest.approx(totals[1], rel=1e-10)
 
@@ -124,9 +112,7 @@ def test_padding_changes_nothing(target, table_drafter):
 def test_no_gradient_reaches_the_target_and_unweighted_text_gives_zero(target, table_drafter):
     drafter = table_drafter(288).double()
     nothing = replace(text(), weights=torch.zeros(2, 9).double())
-    unrolled = unrolled_loss(
-        drafter, LiveSource(target), nothing, num_steps=2, weighting=Exponential(1.0)
-    )
+    unrolled = unrolled_loss(drafter, LiveSource(target), nothing, num_steps=2, decay=1.0)
     unrolled.total.backward()
     assert unrolled.total.item() == 0.0
     # A rank without a trained token must still take part in the reduction of gradients.

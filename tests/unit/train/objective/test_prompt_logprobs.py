@@ -119,21 +119,17 @@ def test_a_server_lost_in_a_long_pass_is_waited_for_from_then_on(
     assert source(lost).model == "served" and pauses == [0.5]
 
 
-def test_a_batch_that_failed_ahead_is_asked_for_again(target: Target, pauses: list[float]) -> None:
+def test_a_batch_that_failed_is_asked_for_again(target: Target, pauses: list[float]) -> None:
     stand_in = Failing(target)
     logprobs = source(stand_in)
     stand_in.status = 500
-    logprobs.announce([batch(IDS)])
     says = r"answer \(status 500: EngineCore died\); start it, then the same command again, which goes on"
     with pytest.raises(UserError, match=says) as gone:
         read(logprobs, batch(IDS))
     assert "--max-logprobs" not in str(gone.value)
     assert 100 < sum(pauses) <= prompt_logprobs.WAIT_S
     stand_in.status = None
-    first, second = batch(IDS), batch(IDS + 3)
-    logprobs.announce([first, second])
-    read(logprobs, first)
-    assert read(logprobs, second).ids.shape == (3, 4)
+    assert read(logprobs, batch(IDS)).ids.shape == (3, 4)
 
 
 def test_options_of_vllm_are_named_for_bad_requests_alone(
