@@ -307,7 +307,7 @@ class RunConfig:
     )
 
 
-LAYOUTS = ("vllm", "sglang", "speculators", "hf", "triton", "gguf", "openvino")
+LAYOUTS = ("vllm", "sglang", "speculators", "hf", "gguf", "openvino")
 
 
 @dataclass(frozen=True, kw_only=True)

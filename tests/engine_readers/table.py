@@ -3,13 +3,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-from draftsmith.files import read_json
-from draftsmith.train.export.serving import DRAFT, ENGINE_ARGUMENTS, VERSION
 from tests.engine_readers import llamacpp, plain, sglang, vllm, vllm_speculators
-from tests.engine_readers.understood import Reader, Understood
+from tests.engine_readers.understood import Reader
 
 READERS: dict[tuple[str, str], Reader] = {
     ("eagle3", "sglang"): sglang.read_eagle3,
@@ -30,28 +25,3 @@ READERS: dict[tuple[str, str], Reader] = {
     ("dspark", "gguf"): llamacpp.read_dspark,
     ("dspark", "speculators"): vllm_speculators.read_dspark,
 }
-
-
-def in_repository(read_vllm: Reader) -> Reader:
-    """Triton's vLLM backend reads the draft that its repository holds."""
-
-    def read(folder: Path, target_config: dict[str, Any]) -> Understood | Path:
-        return read_vllm(draft_folder(folder), target_config)
-
-    return read
-
-
-READERS |= {
-    (family, "triton"): in_repository(read)
-    for (family, engine), read in READERS.items()
-    if engine == "vllm"
-}
-
-
-def draft_folder(repository: Path) -> Path:
-    """The draft of a repository written here, which its `model.json` names."""
-    (found,) = repository.glob(f"*/{VERSION}/{ENGINE_ARGUMENTS}")
-    arguments = read_json(found, "engine arguments")
-    named = Path(arguments["speculative_config"].get("model", arguments["model"]))
-    assert named == (found.parent / DRAFT).resolve()
-    return named

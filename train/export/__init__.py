@@ -11,6 +11,6 @@ Files in reading order:
 - `gguf`: files for llama.cpp
 - `gguf_vocabulary`: tokens in them
 - `openvino`: OpenVINO GenAI
-- `serving`: commands that serve an export, and a repository for NVIDIA Triton
+- `serving`: commands that serve an export
 - `model_card`: README.md of an export
 """

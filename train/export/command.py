@@ -94,11 +94,6 @@ def check_options(config: ExportConfig) -> None:
     check_limits(config)
     if config.push is not None:
         check_repository(config.push)
-    if config.push is not None and config.to == "triton":
-        raise UserError(
-            "a Triton repository names folders of this machine; push the draft with --to vllm "
-            "instead"
-        )
     if config.with_target and config.to not in HOLD_TARGET:
         raise UserError(
             f"--with-target is for {' and '.join(HOLD_TARGET)}; for {config.to} leave it out, the "

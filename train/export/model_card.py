@@ -24,7 +24,6 @@ from draftsmith.train.export.gguf import TARGET as HELD
 from draftsmith.train.export.openvino import TARGET as BESIDE
 from draftsmith.train.export.serving import (
     SGLANG_ALGORITHMS,
-    VLLM_GREEDY,
     VLLM_METHODS,
     VLLM_SPECULATORS,
     genai_code,
@@ -255,8 +254,7 @@ def serving(source: ExportSource, target: str, draft: str, *, engine: str) -> st
     known = commands(source.family, engine, draft, target, k, stitched=source.is_stitched)
     lines = [f"# {title}\n{command}" for title, command in known]
     shown = ["\n".join(["```", *lines, "```"])]
-    in_triton = engine == "triton" and source.family not in VLLM_GREEDY
-    if in_triton or "draft_sample_method" in shown[0]:
+    if "draft_sample_method" in shown[0]:
         shown.append(PROBABILISTIC + SHARED_NOISE.sentence(source.family) + ".")
     return "\n".join(shown)
 
@@ -268,13 +266,6 @@ def commands(
     folder or its Hub id."""
     words = ["draftsmith", "serve", target, "--draft", draft, "--k", str(k)]
     own = [("draftsmith", join(words))]
-    if engine == "triton":
-        return [
-            (
-                "NVIDIA Triton with its vLLM backend",
-                f"tritonserver --model-repository {quote(draft)}",
-            )
-        ]
     if engine == "speculators" and family in VLLM_SPECULATORS:
         return [("vLLM (finds the target by itself)", f"vllm serve {quote(draft)}"), *own]
     if engine == "gguf":

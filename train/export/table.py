@@ -7,7 +7,6 @@ from pathlib import Path
 
 from draftsmith.errors import UserError
 from draftsmith.train.export import gguf, mtp, openvino, portable
-from draftsmith.train.export.serving import in_repository
 from draftsmith.train.export.source import ExportSource
 from draftsmith.train.export.speculators import write_mtp, write_speculators
 
@@ -57,12 +56,8 @@ WRITERS: dict[str, dict[str, Writer]] = {
     "dflash": {**BLOCKS},
     "dspark": {**BLOCKS},
 }
-for writers in WRITERS.values():
-    if "vllm" in writers:
-        writers["triton"] = in_repository(writers["vllm"])
 ENGINES = {
     "vllm": "vLLM",
-    "triton": "Triton's vLLM backend",
     "sglang": "SGLang",
     "hf": "transformers",
     "speculators": "the speculators library",

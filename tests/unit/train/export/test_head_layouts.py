@@ -24,7 +24,7 @@ ENGINES = [
     for engine in writers
     # A repository around the vllm layout, and files of other engines (test_gguf.py,
     # test_openvino.py).
-    if engine not in ("triton", "gguf", "openvino")
+    if engine not in ("gguf", "openvino")
     # Of a target's own block alone: test_own_block_layouts.py, test_speculators_layout.py.
     if (family, engine) not in (("mtp", "sglang"), ("mtp", "speculators"))
 ]

@@ -87,11 +87,7 @@ READ_BY_ITSELF = {
     ("eagle1", "speculators"),
     ("mtp", "speculators"),
     ("mtp", "sglang"),
-    *(
-        (family, to)
-        for family in ("eagle3", "p-eagle", "eagle1", "medusa", "mtp")
-        for to in ("vllm", "triton")
-    ),
+    *((family, "vllm") for family in ("eagle3", "p-eagle", "eagle1", "medusa", "mtp")),
     ("eagle3", "speculators"),
     ("p-eagle", "speculators"),
 }
@@ -102,16 +98,8 @@ def test_every_layout_that_is_written_has_a_reader() -> None:
     assert written - READ_BY_ITSELF == READERS.keys()
 
 
-# In a repository for Triton lies vLLM's layout: one is enough.
-PAIRS = [
-    (family, engine)
-    for family, engine in sorted(READERS)
-    if engine != "triton" or family == "dflash"
-]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "engine"), PAIRS)
+@pytest.mark.parametrize(("family", "engine"), sorted(READERS))
 def test_engines_read_the_draft_that_was_trained(
     family: str, engine: str, exported: Callable[[str, str], tuple[Path, Path]]
 ) -> None:

@@ -18,13 +18,13 @@ def test_a_folder_of_both_models_is_served_with_the_tokenizer_of_the_target() ->
     assert "--tokenizer" not in vllm_command("mtp", "org/target", "out", 3)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "hf", "speculators", "triton", "gguf"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "hf", "speculators", "gguf"])
 def test_names_are_words_of_the_commands_whatever_is_in_them(engine: str) -> None:
     draft = "my draft; x"
     shown = [words for title, words in commands("eagle3", engine, draft, "a target", 3)]
     for words in map(shlex.split, shown):
         assert any(draft in word for word in words)
-        assert "a target" in words or engine in ("speculators", "triton", "gguf")
+        assert "a target" in words or engine in ("speculators", "gguf")
 
 
 def test_both_files_of_llama_cpp_are_named_in_the_folder_of_the_export() -> None:
