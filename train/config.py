@@ -213,9 +213,6 @@ class EvalConfig(SuiteOptions):
         limits=AT_LEAST_1,
     )
     draft_sampling: str = option("sampled", DRAFT_SAMPLING_HELP, choices=SAMPLINGS)
-    tree: tuple[str, ...] = option(
-        (), "draft trees whose tau is measured too, for example dynamic sampled:3x2x1x1"
-    )
     max_tokens: int | None = option(
         None,
         f"most tokens the target writes per prompt where fresh answers are needed; {MOST_HELP}",

@@ -7,5 +7,5 @@ Files in reading order:
 - `teacher_forced`: exact, on the target's own text
 - `estimate`: figures with their intervals, and by the length of the context
 - `picture`: figures as a picture
-- `measured`: by lossless rounds while training, within its time, and of draft trees
+- `measured`: by lossless rounds while training, within its time
 """

@@ -30,14 +30,14 @@ from draftsmith.files import (
     write_page,
 )
 from draftsmith.kernels.acceptance import DraftCost, bucket_of, label_of
-from draftsmith.prompts.suites import most_tokens, read_suite
+from draftsmith.prompts.suites import read_suite
 from draftsmith.train.config import EvalConfig, UnrollConfig
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.data.mixture import Mixture, provenances, read_mixture
 from draftsmith.train.evaluate.answers import answered, suite_texts, text_of
 from draftsmith.train.evaluate.estimate import Estimate
-from draftsmith.train.evaluate.measured import TreeTau, measure_tree, prompt_of
+from draftsmith.train.evaluate.measured import prompt_of
 from draftsmith.train.evaluate.picture import draw_figures
 from draftsmith.train.evaluate.teacher_forced import (
     DocumentCounts,
@@ -98,24 +98,10 @@ def evaluate(config: EvalConfig) -> None:
         evaluate_at(config, temperature, target, drafter, own, k)
         for temperature, own in texts.items()
     ]
-    trees = [
-        measure_tree(
-            drafter,
-            target,
-            [one for own in by_source.values() for one in own],
-            tree=tree,
-            temperature=temperature,
-            max_new_tokens=most_tokens(config, config.max_tokens),
-            batch_size=config.batch_size,
-            seed=config.seed,
-        )
-        for temperature, by_source in texts.items()
-        for tree in config.tree
-    ]
     cost = draft_cost(target, drafter)
-    text = shown(config, found, trees, cost)
+    text = shown(config, found, cost)
     print(text)
-    report(config, target, found, trees, cost, text)
+    report(config, target, found, cost, text)
 
 
 def open_target(config: EvalConfig) -> Target:
@@ -287,17 +273,13 @@ def memory_bound(
     ]
 
 
-def shown(
-    config: EvalConfig, found: list[OfFolders], trees: list[TreeTau], cost: DraftCost | None
-) -> str:
+def shown(config: EvalConfig, found: list[OfFolders], cost: DraftCost | None) -> str:
     """The tables."""
     evaluations = [one.whole for one in found]
     by_source = source_table("folder" if config.suite is None else "task", found)
     lines = [by_source, *notes(evaluations)]
     if any(len(evaluation.by_context) > 1 for evaluation in evaluations):
         lines += ["", context_table(evaluations)]
-    if trees:
-        lines += ["", tree_table(trees)]
     if cost is not None:
         at = ", ".join(f"{bound:.2f} at T={at:g}" for at, bound in memory_bound(cost, evaluations))
         lines.append(f"speed-up where reading weights takes all the time (MBSU): {at}")
@@ -308,7 +290,6 @@ def report(
     config: EvalConfig,
     target: Target,
     evaluated: list[OfFolders],
-    trees: list[TreeTau],
     cost: DraftCost | None,
     text: str,
 ) -> None:
@@ -321,8 +302,6 @@ def report(
     for one, of in zip(found, evaluated):
         if len(of.by_folder) > 1:
             one["folders"] = {path: as_values(own) for path, own in of.by_folder.items()}
-        own = [as_values(tree) for tree in trees if tree.temperature == one["temperature"]]
-        one |= {"trees": own} if own else {}
     if config.out is not None:
         record = {
             "draft": config.draft,
@@ -351,16 +330,11 @@ def other_figures(config: EvalConfig) -> list[dict[str, Any]]:
 
 
 def notes(evaluations: list[Evaluation]) -> list[str]:
-    """Lines below the table: what its figures hold for, and the draft's calibration."""
+    """Lines below the table: what its figures hold for."""
     is_sampled = any(one.temperature > 0 for one in evaluations)
     return [
         f"{evaluations[0].k} drafted tokens per round",
         *([DRAFTS[evaluations[0].draft_sampling]] if is_sampled else []),
-        *(
-            f"confidence at T={one.temperature:g}: expected calibration error {one.calibration:.3f}"
-            for one in evaluations
-            if one.calibration is not None
-        ),
     ]
 
 
@@ -400,20 +374,6 @@ def source_table(source: str, found: list[OfFolders]) -> str:
     prompts = "questions" if source == "task" else "prompts"
     head = ("T", source, prompts, "tokens", "tau", *depths)
     return "\n".join(markdown_table(head, rows))
-
-
-def tree_table(trees: list[TreeTau]) -> str:
-    rows = [
-        (
-            f"{one.temperature:g}",
-            one.tree,
-            *map(str, (one.nodes, one.depth)),
-            _cell(one.tau, 2),
-            str(one.rounds),
-        )
-        for one in trees
-    ]
-    return "\n".join(markdown_table(("T", "tree", "nodes", "depth", "tau", "rounds"), rows))
 
 
 def _cell(estimate: Estimate | None, digits: int) -> str:

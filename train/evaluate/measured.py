@@ -3,8 +3,7 @@ prompts, and predicted by teacher forcing on the very texts that the decoding wr
 intervals over prompts.
 
 The two share their texts, so they differ by the luck of single rounds alone: a gap beyond the
-intervals is a fault. What a tree keeps at a temperature above 0 depends on tokens that the text
-does not hold: tau of draft trees is measured alone.
+intervals is a fault.
 """
 
 from __future__ import annotations
@@ -15,16 +14,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from draftsmith.drafters.interface import ServingDrafter, check_grows
-from draftsmith.drafters.speculate import SpeculatedBatch, SpeculatedText, speculate
-from draftsmith.drafters.speculate_trees import speculate_trees
+from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.speculate import SpeculatedText, speculate
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.files import as_values
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.progress import Progress, say
@@ -161,9 +157,16 @@ def measure(
     prompts = 0
     for part in parts(sequences, batch_size, within_s=within_s, now_s=now_s):
         for at, temperature in enumerate(TEMPERATURES):
-            decode = partial(speculate, drafter, target, k=k, max_new_tokens=max_new_tokens)
-            decode = partial(decode, temperature=temperature)
-            texts = decoded(decode, part, batch_size=batch_size, seed=seed, first=prompts)
+            numbers = range(prompts, prompts + len(part))
+            texts = speculate(
+                drafter,
+                target,
+                [prompt_of(sequence).tolist() for sequence in part],
+                k=k,
+                temperature=temperature,
+                max_new_tokens=max_new_tokens,
+                seeds=[seed * 1_000_003 + number for number in numbers],
+            ).texts
             for sequence, text in zip(part, texts, strict=True):
                 counts[at][sequence.name].merge(text.counts())
                 everything[sequence.folder, sequence.name].merge(text.counts())
@@ -205,25 +208,6 @@ def parts(
             size = min(2 * size, batch_size)
 
 
-def decoded(
-    decode: Callable[..., SpeculatedBatch],
-    sequences: Sequence[TokenSequence],
-    *,
-    batch_size: int,
-    seed: int,
-    first: int = 0,
-) -> list[SpeculatedText]:
-    """Texts that `decode(prompts, seeds=...)` writes to the prompts of `sequences`, a batch at a
-    time; `first` is the number of the first."""
-    texts: list[SpeculatedText] = []
-    for begin in range(0, len(sequences), batch_size):
-        part = sequences[begin : begin + batch_size]
-        numbers = range(first + begin, first + begin + len(part))
-        seeds = [seed * 1_000_003 + number for number in numbers]
-        texts += decode([prompt_of(sequence).tolist() for sequence in part], seeds=seeds).texts
-    return texts
-
-
 def prompt_of(sequence: TokenSequence) -> torch.Tensor:
     """Tokens before the first one that the target wrote; at least one token."""
     return sequence.input_ids[: max(1, int(sequence.loss_mask.int().argmax()))]
@@ -261,49 +245,6 @@ def _alpha(counts: list[AcceptanceCounts], depth: int) -> Estimate | None:
 
 def _bounded(name: str, estimate: Estimate) -> dict[str, float]:
     return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-
-
-class TreeTau(NamedTuple):
-    """Figures of one shape at one temperature."""
-
-    tree: str
-    temperature: float
-    nodes: int  # most of a round
-    depth: int
-    rounds: int
-    tau: Estimate
-    method: str = "real lossless decoding with draft trees, bootstrap over prompts"
-
-
-def measure_tree(
-    drafter: ServingDrafter,
-    target: Target,
-    sequences: Sequence[TokenSequence],
-    *,
-    tree: str,
-    temperature: float,
-    max_new_tokens: int,
-    batch_size: int,
-    seed: int = 0,
-) -> TreeTau:
-    """Decode the prompts of `sequences` with trees of the shape `tree`."""
-    shape = parse_tree(tree)
-    check_grows(drafter, shape)
-    decode = partial(
-        speculate_trees,
-        drafter,
-        target,
-        shape=shape,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-    )
-    texts = decoded(decode, sequences, batch_size=batch_size, seed=seed)
-    by_name: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
-    for sequence, text in zip(sequences, texts, strict=True):
-        by_name[sequence.name].merge(text.counts())  # turns of a conversation depend
-    rounds = [one.rounds for one in by_name.values()]
-    tau = ratio([one.num_committed for one in by_name.values()], rounds)
-    return TreeTau(tree, temperature, shape.nodes, shape.depth, sum(rounds), tau)
 
 
 SHARE = 0.1  # of --minutes, at most, for one evaluation

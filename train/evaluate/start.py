@@ -7,7 +7,6 @@ import os
 
 from draftsmith.config import check_limits
 from draftsmith.drafters.config import check_offload
-from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
 from draftsmith.files import check_result
 from draftsmith.progress import say_loading
@@ -47,5 +46,3 @@ def check_options(config: EvalConfig) -> None:
         if not config.data:
             raise UserError("option 'data' is not given; give folders of data, or a suite")
         folders_of(config.data)
-    for tree in config.tree:
-        parse_tree(tree)

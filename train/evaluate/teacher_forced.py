@@ -17,7 +17,7 @@ import torch
 
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.acceptance import expected_rounds, keep_probability, overlap, walk_rounds
+from draftsmith.kernels.acceptance import expected_rounds, keep_probability, walk_rounds
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.progress import Progress
@@ -28,7 +28,6 @@ from draftsmith.train.evaluate.estimate import (
     ByContext,
     ContextFigures,
     Estimate,
-    Reliability,
     count_by_context,
     merge_contexts,
     ratio,
@@ -59,9 +58,6 @@ class Evaluation:
     tau: Estimate
     alpha: list[Estimate | None]  # None where no round reaches that position
     tau_by_k: list[float]  # tau when only 1, 2, ... k tokens are drafted
-    # expected calibration error of the draft's guesses of its own alpha; None of a draft without
-    # them
-    calibration: float | None
     # share of tokens to which the target's distribution here gives no mass: 0 but for numerical
     # ties, else foreign text
     unlikely: float
@@ -103,8 +99,6 @@ def temperature_of(text: TokenSequence, provenance: dict[str, Any], target: Targ
 class KeptText(NamedTuple):
     keep: torch.Tensor  # [B, L, S]
     unlikely: torch.Tensor  # [B, L] bool
-    # [B, L, S, 2] the draft's guess of its alpha, and alpha; NaN where there is none
-    guessed: torch.Tensor | None
 
 
 class DocumentCounts(NamedTuple):
@@ -115,7 +109,6 @@ class DocumentCounts(NamedTuple):
     offered: list[float]
     accepted: list[float]
     by_context: ByContext = MappingProxyType({})
-    reliability: Reliability | None = None
 
 
 def evaluate_draft(
@@ -192,7 +185,7 @@ def _count(
     kept = kept_text(
         drafter, target, text, temperature=temperature, k=k, draft_temperature=draft_temperature
     )
-    kept = KeptText(*(None if part is None else part.cpu() for part in kept))
+    kept = KeptText(*(part.cpu() for part in kept))
     return [
         _document(sequence.name, kept, row, is_counted[row], k)
         for row, sequence in enumerate(sequences)
@@ -211,40 +204,16 @@ def kept_text(
     """The chance that each token of the text is kept at each depth of a round, under the target's
     distributions at `temperature` and the draft's at `draft_temperature`."""
     taps, target_hidden = target.states(text.input_ids, text.attention_mask, drafter.taps)
-    keeps, guesses, unlikely = [], [], torch.zeros_like(text.weights, dtype=torch.bool)
+    keeps, unlikely = [], torch.zeros_like(text.weights, dtype=torch.bool)
     for step in drafter.unroll(text.unrolled(taps, k)):
         predicted = select(step, text)
         before = target_hidden[predicted.row, predicted.position - 1]
-        compared = _compare(
-            drafter,
-            target,
-            before,
-            predicted,
-            (temperature, draft_temperature),
-            with_alpha=step.confidence is not None,
+        keep, impossible = _compare(
+            drafter, target, before, predicted, (temperature, draft_temperature)
         )
-        keeps.append(scatter(compared.keep, predicted, text.weights))
-        unlikely |= scatter(compared.impossible, predicted, unlikely)
-        if step.confidence is not None:
-            guess = torch.full((*unlikely.shape, 2), torch.nan, device=unlikely.device)
-            chance = torch.sigmoid(
-                step.confidence[predicted.row, predicted.position - step.offset].float()
-            )
-            guess[predicted.row, predicted.position] = torch.stack(
-                [chance, compared.alpha.float()], dim=-1
-            )
-            guesses.append(guess)
-    return KeptText(
-        deepen(torch.stack(keeps, dim=-1), k),
-        unlikely,
-        torch.stack(guesses, dim=2) if guesses else None,
-    )
-
-
-class _Compared(NamedTuple):
-    keep: torch.Tensor  # [R] chance that the token is kept
-    impossible: torch.Tensor  # [R] the target cannot emit it
-    alpha: torch.Tensor  # [R], or empty where it was not asked for
+        keeps.append(scatter(keep, predicted, text.weights))
+        unlikely |= scatter(impossible, predicted, unlikely)
+    return KeptText(deepen(torch.stack(keeps, dim=-1), k), unlikely)
 
 
 def _compare(
@@ -253,18 +222,15 @@ def _compare(
     before: torch.Tensor,
     predicted: PredictedStep,
     temperatures: tuple[float, float],
-    *,
-    with_alpha: bool,
-) -> _Compared:
-    """`before` [R, H]: the target's states in front of the tokens. `temperatures` of the target and
-    of the draft."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(chance that each token is kept [R], whether the target cannot emit it [R]). `before` [R, H]:
+    the target's states in front of the tokens. `temperatures` of the target and of the draft."""
     head = predicted.head if predicted.head is not None else drafter.head_weight()
     size = max(1, CHUNK_ELEMENTS // target.vocab_size)
     keeps, impossible = (
         [predicted.weights.new_zeros(0)],
         [torch.zeros(0, dtype=torch.bool, device=head.device)],
     )
-    alphas = [predicted.weights.new_zeros(0)]
     for begin in range(0, len(predicted.tokens), size):
         part = slice(begin, begin + size)
         tokens = predicted.tokens[part]
@@ -279,9 +245,7 @@ def _compare(
         )
         keeps.append(keep_probability(p_logits, q_logits, tokens))
         impossible.append(p_logits.gather(1, tokens[:, None])[:, 0] == -torch.inf)
-        if with_alpha:
-            alphas.append(overlap(p_logits, q_logits))
-    return _Compared(torch.cat(keeps), torch.cat(impossible), torch.cat(alphas))
+    return torch.cat(keeps), torch.cat(impossible)
 
 
 def _document(
@@ -301,19 +265,12 @@ def _document(
         offered=_summed([walk.offered for walk in walks], k),
         accepted=_summed([walk.accepted for walk in walks], k),
         by_context=functools.reduce(merge_contexts, contexts, {}),
-        reliability=None if kept.guessed is None else _reliability(kept.guessed[row]),
     )
 
 
 def _summed(parts: Sequence[torch.Tensor], k: int) -> list[float]:
     """Sums [k] over all rows of [n, k] each."""
     return torch.cat([*parts, torch.zeros(1, k, dtype=torch.float64)]).sum(dim=0).tolist()
-
-
-def _reliability(guessed: torch.Tensor) -> Reliability:
-    """`guessed` [L, S, 2]."""
-    pairs = guessed.flatten(0, 1)
-    return Reliability.of(*pairs[~pairs.isnan().any(dim=-1)].T)
 
 
 def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
@@ -331,9 +288,6 @@ def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
                 offered=_added(old.offered, count.offered),
                 accepted=_added(old.accepted, count.accepted),
                 by_context=merge_contexts(old.by_context, count.by_context),
-                reliability=None
-                if old.reliability is None or count.reliability is None
-                else old.reliability.plus(count.reliability),
             )
         merged[count.name] = count
     return [count for count in merged.values() if count.tokens]
@@ -363,15 +317,9 @@ def summarise(
         tau=whole.tau,
         alpha=whole.alpha,
         tau_by_k=[tokens / value for value in rounds],
-        calibration=_calibration(counts),
         unlikely=sum(count.unlikely for count in counts) / tokens,
         by_context=summarise_contexts([count.by_context for count in counts], seed, whole=whole),
     )
-
-
-def _calibration(counts: Sequence[DocumentCounts]) -> float | None:
-    reliabilities = [count.reliability for count in counts if count.reliability is not None]
-    return functools.reduce(Reliability.plus, reliabilities).error if reliabilities else None
 
 
 def _alpha(counts: Sequence[DocumentCounts], depth: int, seed: int) -> Estimate | None:

@@ -11,8 +11,6 @@ import pytest
 
 from draftsmith import cli
 from draftsmith.drafters import checkpoint
-from draftsmith.drafters.options import Eagle3Options
-from draftsmith.drafters.registry import FAMILIES
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.prompts.suites import Question
@@ -135,27 +133,6 @@ def test_texts_of_a_folder_of_several_temperatures_are_kept_at_their_own(
     evaluate(capsys, target, draft, folder, *options, tokens=1)
     # Two of 12 tokens are the folder's own, and two of one token are new answers.
     assert [one["tokens"] for one in read_json(out)["evaluation"]] == [26, 26]
-
-
-def test_trees_are_measured_beside_the_chain(target, data, tmp_path, capsys):
-    out, folder = tmp_path / "figures.json", tmp_path / "head"
-    drafter = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0)
-    checkpoint.save(drafter, folder, target)
-    trees = ["sampled:1", "dynamic:nodes=6,depth=2,width=3"]
-    said = evaluate(
-        capsys, target, str(folder), data, "--tree", *trees, "--prompts", "4", "--temperature",
-        "0", "1", "--out", str(out), "--store",
-    ).out  # fmt: skip
-    found = read_json(out)["evaluation"]
-    for one in found:
-        assert [each["tree"] for each in one["trees"]] == trees
-        assert [each["nodes"] for each in one["trees"]] == [1, 6]
-        for each in one["trees"]:
-            assert 1 <= each["tau"]["low"] <= each["tau"]["value"] <= 1 + each["depth"]
-            assert f"{each['tree']}" in said and each["rounds"] > 0
-    # A tree of one node is a chain of one, greedily in the very rounds that teacher forcing counts.
-    assert found[0]["trees"][0]["tau"]["value"] <= found[0]["tau_by_k"][0] + 0.05
-    assert checkpoint.read_metadata(folder)["evaluation"] == found
 
 
 def test_prompts_and_temperatures_are_chosen(target, draft, data, tmp_path, capsys):

@@ -1,5 +1,4 @@
-"""The loss of a draft's guess of its own alpha, by hand; and the figure that says how far off its
-guesses are."""
+"""The loss of a draft's guess of its own alpha, by hand."""
 
 from __future__ import annotations
 
@@ -11,9 +10,6 @@ from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import DsparkOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.evaluate.estimate import Reliability
-from draftsmith.train.evaluate.teacher_forced import evaluate_draft
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.noise import noisy
@@ -87,45 +83,3 @@ def test_alpha_is_no_way_around_the_divergence(drafter, target):
         loss(drafter, target).total.backward()
         grads.append(drafter.markov_head.markov_w2.weight.grad.clone())
     torch.testing.assert_close(*grads)
-
-
-def test_calibration_error_is_the_mean_distance_over_bins():
-    guesses = torch.tensor([0.05, 0.05, 0.65, 0.65, 1.0])
-    alpha = torch.tensor([0.0, 0.1, 0.5, 0.4, 1.0])
-    # Bin 0: 0.05 against 0.05; bin 6: 0.65 against 0.45; bin 9: 1 against 1.
-    assert Reliability.of(guesses, alpha).error == pytest.approx(0.4 / 5)
-    halves = Reliability.of(guesses[:2], alpha[:2]).plus(Reliability.of(guesses[2:], alpha[2:]))
-    assert halves.error == pytest.approx(0.4 / 5)
-
-
-def test_training_the_head_calibrates_it_and_a_shifted_head_is_seen(drafter, target):
-    """The head alone is trained, on the very text it is judged by: what is tested is that loss and
-    figure speak of the same."""
-    generator = torch.Generator().manual_seed(3)
-    sequences = [
-        TokenSequence(
-            f"{number}", torch.randint(3, 288, (16,), generator=generator), torch.arange(16) >= 2
-        )
-        for number in range(4)
-    ]
-    ids = torch.stack([sequence.input_ids for sequence in sequences])
-    weights = torch.stack([sequence.loss_mask for sequence in sequences]).double()
-    batch = TextBatch(input_ids=ids, attention_mask=torch.ones_like(ids), weights=weights)
-    optimizer = torch.optim.Adam(drafter.confidence_head.parameters(), lr=0.1)
-
-    def error() -> float:
-        found = evaluate_draft(drafter, target, sequences, temperature=1.0, k=STEPS).calibration
-        assert found is not None
-        return found
-
-    before = error()
-    for _ in range(30):
-        optimizer.zero_grad()
-        unrolled_loss(
-            drafter, LiveSource(target), batch, num_steps=STEPS, decay=1.0
-        ).total.backward()
-        optimizer.step()
-    after = error()
-    assert after < 0.05 and after < 0.3 * before
-    drafter.confidence_head.proj.bias.data += 2.0
-    assert error() > 2 * after
