@@ -21,7 +21,10 @@ from draftsmith.config import (
 )
 from draftsmith.drafters.config import DTYPES, OFFLOAD_HELP, OFFLOADS, TRUST_HELP
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
-from draftsmith.train.config import KEPT_POSITIONS, POSITIONS
+
+# Of a round: of the text that it leaves, and of the rest of its draft.
+KEPT_POSITIONS = ("accepted", "first-rejected", "bonus")
+POSITIONS = (*KEPT_POSITIONS, "later-rejected")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,6 @@ from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
 from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
 
 FAMILIES = tuple(OPTIONS)
-# Of a round: of the text that it leaves, and of the rest of its draft.
-KEPT_POSITIONS = ("accepted", "first-rejected", "bonus")
-POSITIONS = (*KEPT_POSITIONS, "later-rejected")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,12 @@ records are still coming."""
 
 from __future__ import annotations
 
+import enum
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +17,31 @@ from draftsmith.distill.buffer.folder import ShardFolder, is_forgotten, parse
 from draftsmith.distill.buffer.record_table import tokens_only, without_distributions, without_q
 from draftsmith.errors import UserError
 from draftsmith.prompts.shares import uniform
-from draftsmith.record import RecordedTaps, RoundRecord, sampler_of
-from draftsmith.train.data.roles import Branch, Role, branch_of, roles_of
+from draftsmith.record import UNLOGGED, RecordedTaps, RoundRecord, sampler_of
 
 # A request that ends has a last record, unless its server was killed. Servers write every second,
 # or every 20 s into an object store, and no record while a request drafts nothing: one that is
 # taken for finished too soon loses the records that come later.
 SILENCE_S = 60.0
+
+
+class Role(enum.IntEnum):
+    """Outcome of verification at a position of text that rounds wrote."""
+
+    CONTEXT = 0  # the prompt, or text without a known role
+    ACCEPTED = 1  # the drafted token was accepted
+    FIRST_REJECTED = 2  # the drafted token was rejected; the token here is the target's
+    BONUS = 3  # the target's token after a fully accepted draft
+
+
+class TrainedRow(NamedTuple):
+    """A text to train on."""
+
+    tokens: list[int]
+    weights: np.ndarray  # [len(tokens)] float32, of the predicted tokens
+
+    def cut(self, length: int) -> TrainedRow:
+        return TrainedRow(self.tokens[:length], self.weights[:length])
 
 
 @dataclass(frozen=True)
@@ -85,18 +105,30 @@ def stitch(records: Iterable[RoundRecord]) -> ServedText | None:
     return ServedText(kept, tokens, np.array(roles, dtype=np.int8)) if kept else None
 
 
-def branches(text: ServedText) -> list[Branch]:
-    """Later-rejected positions, one branch per round that has any."""
-    return [branch for _, branch in branched(text)]
+def roles_of(num_drafted: int, accepted: int, committed: int) -> list[Role]:
+    """Roles of the tokens that one round committed, which trimming may have cut short."""
+    last = Role.FIRST_REJECTED if accepted < num_drafted else Role.BONUS
+    return [*[Role.ACCEPTED] * accepted, last][:committed]
 
 
-def branched(text: ServedText) -> list[tuple[RoundRecord, Branch]]:
-    """Rounds with later-rejected positions, each with its branch."""
-    found = [
-        (record, branch_of(text.tokens[: record.position], record.drafted, record.accepted))
-        for record in text.records
-    ]
-    return [(record, branch) for record, branch in found if branch is not None]
+def text_row(text: ServedText, positions: Collection[str]) -> TrainedRow:
+    """The text, of which `positions`, names of roles, are trained."""
+    wanted = [role for role in Role if role.name.lower().replace("_", "-") in positions]
+    return TrainedRow(text.tokens, np.isin(text.roles, wanted).astype(np.float32))
+
+
+def branched(text: ServedText) -> list[tuple[RoundRecord, TrainedRow]]:
+    """Rounds with tokens drafted behind a rejected one, which are known, each with the text before
+    it and its draft. Those tokens are trained: the target's distributions there are known, though
+    the text went another way."""
+    found = []
+    for record in text.records:
+        behind = record.position + record.accepted + 1
+        tokens = [*text.tokens[: record.position], *record.drafted]
+        if behind < len(tokens) and UNLOGGED not in record.drafted:
+            weights = (np.arange(len(tokens)) >= behind).astype(np.float32)
+            found.append((record, TrainedRow(tokens, weights)))
+    return found
 
 
 def is_held_out(text: ServedText, share: float, by: str = "prompt") -> bool:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 
 from draftsmith.config import check_limits
-from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, without
-from draftsmith.distill.config import LearnConfig
+from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, text_row, without
+from draftsmith.distill.config import POSITIONS, LearnConfig
 from draftsmith.distill.learn.rehearsal import Rehearsal, num_rehearsed
 from draftsmith.distill.learn.teachers import (
     DraftedSpan,
@@ -34,8 +34,6 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import autocast, reads_freely
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.config import POSITIONS
-from draftsmith.train.data.roles import RoleWeights, branch_row, text_row
 from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
 from draftsmith.train.optim import MUON_MOMENT, muon_with_adamw, part_of
 
@@ -124,9 +122,6 @@ class Learner:
         self.teacher = teacher_of(config, target, drafter.taps, known)
         self.reservoir = Reservoir(config.reservoir, self.teacher.keeps_p, taps_share(config))
         self.rehearsal = rehearsal
-        self.weights = RoleWeights.at(
-            config.positions, later_rejected=float("later-rejected" in config.positions)
-        )
         self.parameters = trained(drafter)
         self.optimizer = CandidateOptimizer(drafter, config)
         self.updates = 0
@@ -226,21 +221,18 @@ class Learner:
     def _rows(self, texts: Sequence[ServedText], rng: random.Random) -> list[LearningRow]:
         rows = [
             LearningRow(
-                text_row(text.tokens, text.roles, self.weights),
+                text_row(text, self.config.positions),
                 # What was trimmed off is no text.
                 [DraftedSpan(one, 0, len(one.committed)) for one in text.records],
                 text.records,
             )
             for text in texts
         ]
-        if self.weights.later_rejected:
+        if "later-rejected" in self.config.positions:
             found = [one for text in texts for one in branched(text)]
             rows += [
-                LearningRow(
-                    branch_row(branch, self.weights),
-                    [DraftedSpan(record, record.accepted + 1, len(record.drafted))],
-                )
-                for record, branch in rng.sample(found, min(MOST_BRANCHES, len(found)))
+                LearningRow(row, [DraftedSpan(record, record.accepted + 1, len(record.drafted))])
+                for record, row in rng.sample(found, min(MOST_BRANCHES, len(found)))
             ]
         length = min(self.config.max_length, self.target.max_positions)
         return [one._replace(row=one.row.cut(length)) for one in rows]

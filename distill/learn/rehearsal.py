@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from draftsmith.distill.buffer.traffic import is_held_out_prompt
+from draftsmith.distill.buffer.traffic import TrainedRow, is_held_out_prompt
 from draftsmith.distill.config import GateConfig, LearnConfig
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -16,7 +16,6 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.batches import weights_of
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.mixture import Mixed, read_mixture
-from draftsmith.train.data.roles import TrainedRow
 
 SHARE = 0.25  # of a batch
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from draftsmith.distill.buffer.traffic import filled_taps, known_taps, num_readable
+from draftsmith.distill.buffer.traffic import TrainedRow, filled_taps, known_taps, num_readable
 from draftsmith.distill.config import DistillConfig, LearnConfig
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.interface import TextBatch
@@ -27,8 +27,13 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.record import Distributions, ProbArrays, RoundRecord
-from draftsmith.train.data.batches import packed, padded, rows_as_long_as_the_longest, rows_of
-from draftsmith.train.data.roles import TrainedRow, trained_text
+from draftsmith.train.data.batches import (
+    TrainedText,
+    packed,
+    padded,
+    rows_as_long_as_the_longest,
+    rows_of,
+)
 from draftsmith.train.objective.outline import load_outline
 from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource
@@ -49,6 +54,11 @@ class LearningRow(NamedTuple):
     row: TrainedRow
     spans: Sequence[DraftedSpan]
     records: Sequence[RoundRecord] = ()  # of the row's text, for the states that they hold
+
+    @property
+    def text(self) -> TrainedText:
+        tokens, weights = self.row
+        return TrainedText(torch.tensor(tokens, dtype=torch.int64), torch.from_numpy(weights))
 
 
 class LearningBatch(NamedTuple):
@@ -80,7 +90,7 @@ class LiveTeacher:
         return True
 
     def batch(self, rows: Sequence[LearningRow]) -> LearningBatch:
-        texts = [trained_text(one.row) for one in rows]
+        texts = [one.text for one in rows]
         text = packed([[texts[at] for at in row] for row in arranged(rows)])
         return LearningBatch(text.to(self.target.device), self.source, 0)
 
@@ -121,7 +131,7 @@ class RecordedTeacher:
         ends = itertools.accumulate((len(one.spans) for one in rows), initial=0)
         texts, masked = [], 0
         for one, part in zip(rows, itertools.pairwise(ends), strict=True):
-            text = trained_text(one.row)
+            text = one.text
             index = torch.from_numpy(recorded.index_of(len(one.row.tokens), range(*part)))
             masked += int(((text.weights > 0) & (index < 0)).sum())
             weights = torch.where(index >= 0, text.weights, 0.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftsmith.distill.buffer.record_table import from_table, to_table
-from draftsmith.distill.buffer.traffic import stitch
+from draftsmith.distill.buffer.traffic import Role, stitch
 from draftsmith.distill.gate.logged import positions_of
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
@@ -24,7 +24,6 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.train.data.roles import Role
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7, 9, 8], [100, 4, 100, 4, 100, 4, 77]]
 

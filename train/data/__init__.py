@@ -5,7 +5,6 @@ Files in reading order:
 - `folders`: weights of several folders
 - `mixture`: several folders as one
 - `batches`: padding, packing and order
-- `roles`: what rounds did at each position
 - `stored_taps`: stored hidden states
 
 Other chapters import all of it.

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.distill.buffer.redaction import Redactor, load_hook, masked_tokens
-from draftsmith.distill.buffer.traffic import branches, stitch
+from draftsmith.distill.buffer.traffic import Role, branched, stitch
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RoundRecord
-from draftsmith.train.data.roles import Role
 from tests.round_records import round_record
 from tests.tokenizer_kinds import FALLBACKS
 
@@ -107,7 +106,7 @@ def test_no_secret_is_left_in_any_record_and_the_text_stays_whole(
     else:
         # A distribution says what stood at its own position: none may lie behind the first secret.
         assert all(record.position + len(record.p) <= first for record in kept if record.p)
-        assert all(len(one.tokens) <= first for one in branches(stored))
+        assert all(len(one.tokens) <= first for _, one in branched(stored))
 
 
 def test_text_behind_a_secret_is_still_learned_from() -> None:

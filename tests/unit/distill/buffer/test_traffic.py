@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from draftsmith.distill.buffer.traffic import OpenRequests, branches, depth_of, is_held_out, stitch
+from draftsmith.distill.buffer.traffic import (
+    OpenRequests,
+    Role,
+    branched,
+    depth_of,
+    is_held_out,
+    stitch,
+    text_row,
+)
 from draftsmith.record import RoundRecord
-from draftsmith.train.data.roles import Role, RoleWeights
 from tests.round_records import round_record
 
 
@@ -39,8 +46,8 @@ def test_text_and_roles() -> None:
     assert text is not None and text.tokens == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14, 15]
     c, a, r, b = Role
     assert text.roles.tolist() == [c, c, c, a, a, r, a, a, b, c, c, r, a, a]
-    weights = RoleWeights(accepted=0.0, first_rejected=1.0, bonus=0.0, later_rejected=1.0)
-    assert np.flatnonzero(weights.of(text.roles)).tolist() == [5, 11]
+    row = text_row(text, ("first-rejected", "later-rejected"))
+    assert row.tokens == text.tokens and np.flatnonzero(row.weights).tolist() == [5, 11]
 
 
 def test_texts_without_drafts_are_judged_by_a_drafts_first_token() -> None:
@@ -53,8 +60,9 @@ def test_texts_without_drafts_are_judged_by_a_drafts_first_token() -> None:
 def test_branches_hold_the_drafted_tokens_behind_the_first_rejection() -> None:
     text = stitch(ROUNDS)
     assert text is not None
-    (branch,) = branches(text)
-    assert branch.tokens == [*text.tokens[:11], 9, 9, 9] and branch.begin == 12
+    ((record, row),) = branched(text)
+    assert record == ROUNDS[2] and row.tokens == [*text.tokens[:11], 9, 9, 9]
+    assert np.flatnonzero(row.weights).tolist() == [12, 13]
 
 
 def test_a_missing_record_ends_the_text_and_a_missing_beginning_leaves_none() -> None:

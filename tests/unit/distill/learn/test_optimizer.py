@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith.distill.buffer.traffic import TrainedRow
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn.learner import CandidateOptimizer, computes_in_bf16, trained
 from draftsmith.distill.learn.teachers import LearningBatch, LearningRow, LiveTeacher
@@ -15,7 +16,6 @@ from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.config import UnrollConfig
-from draftsmith.train.data.roles import TrainedRow
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.optim import MUON_MOMENT
 from draftsmith.train.trainer import Trainee

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith.distill.buffer.traffic import TrainedRow
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn import teachers
 from draftsmith.distill.learn.learner import CandidateOptimizer, trained
@@ -26,7 +27,6 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import Distribution, RecordedTaps
-from draftsmith.train.data.roles import TrainedRow
 from draftsmith.train.objective.outline import load_outline
 from tests.noise import noisy
 from tests.round_records import round_record

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftsmith.distill.buffer.record_table import tokens_only
-from draftsmith.distill.buffer.traffic import ServedText, chosen
+from draftsmith.distill.buffer.traffic import Role, ServedText, TrainedRow, chosen
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.distill.learn.teachers import (
@@ -28,7 +28,6 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
-from draftsmith.train.data.roles import Role, TrainedRow
 from draftsmith.train.objective.outline import TargetOutline, load_outline
 from tests.round_records import round_record, served_text
 

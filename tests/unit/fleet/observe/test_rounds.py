@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from draftsmith.distill.buffer import record_table
-from draftsmith.distill.buffer.traffic import branches, stitch
+from draftsmith.distill.buffer.traffic import Role, branched, stitch
 from draftsmith.distill.monitor.positions import positions_of
 from draftsmith.fleet.config import DefaultSampling
 from draftsmith.fleet.observe.rounds import (
@@ -20,7 +20,6 @@ from draftsmith.fleet.observe.rounds import (
     steps_of,
 )
 from draftsmith.record import UNLOGGED, RecordHead, RoundRecord, hashed
-from draftsmith.train.data.roles import Role
 from tests.round_records import file_of
 
 TOKENS = TokenCounter([1, 2, 3], [10, 11, 12, 13, 14, 15])
@@ -80,7 +79,7 @@ def test_records_hold_the_accepted_ids_and_no_others() -> None:
     assert [one.draft_version for one in records] == ["4", "4", "4", ""]
     assert records[-1].last and records[0].request == hashed("cmpl-a-0")
     # What was drafted behind a rejected token is not known, and no evidence of losslessness is.
-    assert branches(text) == [] and positions_of(records) is None
+    assert branched(text) == [] and positions_of(records) is None
 
 
 def test_unknown_rounds_are_single_tokens_to_learn_from_and_to_score() -> None:
