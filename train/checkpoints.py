@@ -115,7 +115,13 @@ class RunFolder:
         BestDraft(self.training).check(newest.step)
 
     def _check_processes(self, config: TrainConfig, newest: Checkpoint, processes: int) -> None:
-        """Allows another number of processes where optimizer steps stay as large as they were."""
+        """Allows another number of processes where optimizer steps stay as large as they were, and
+        no process has a part of DeepSpeed's state."""
+        if config.deepspeed is not None and processes != newest.processes:
+            raise UserError(
+                f"out {str(self.out)!r} holds a run of {newest.processes} processes with "
+                f"DeepSpeed, and {processes} run; start as many as wrote it"
+            )
         if processes * config.accumulate != newest.passes:
             mend = (
                 f"give --accumulate {newest.passes // processes}"

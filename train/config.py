@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draftsmith.config import (
-    AT_LEAST_1,
-    BELOW_1,
-    NOT_NEGATIVE,
-    PART,
-    POSITIVE,
-    SHARE,
-    Limits,
-    option,
-)
+from draftsmith.config import AT_LEAST_1, BELOW_1, NOT_NEGATIVE, POSITIVE, SHARE, Limits, option
 from draftsmith.drafters.config import DTYPES, OFFLOAD_HELP, OFFLOADS, SAMPLINGS, TRUST_HELP, Pair
 from draftsmith.drafters.options import OPTIONS, DraftOptions
 from draftsmith.kernels.divergence.kind import DIVERGENCE_HELP
@@ -113,12 +104,6 @@ class TrainConfig:
         "share of the data kept for evaluation, decided by a hash of the prompt",
         limits=BELOW_1,
     )
-    share: float = option(
-        1.0,
-        "share of each folder's training prompts that is used, decided by a hash too; the prompts "
-        "of a smaller share are among those of a larger one",
-        limits=PART,
-    )
     with_prompts: bool = option(False, "train on the tokens of prompts too, for few answers")
     seed: int = option(
         0, "seed of the new draft and of the order of the data", limits=Limits(0, 2**32)
@@ -130,9 +115,6 @@ class TrainConfig:
     )
     deepspeed: str | None = option(
         None, "DeepSpeed JSON such as recipes/zero2.json; start under torchrun"
-    )
-    gradient_checkpointing: bool = option(
-        False, "run the draft's MLPs again in the backward pass: less memory, more time"
     )
     target_shares: int = option(
         1,
@@ -229,11 +211,6 @@ class EvalConfig(SuiteOptions):
     )
     store: bool = option(
         False, "write the figures into the draft's draftsmith.json, from where `export` takes them"
-    )
-    target_shares: int = option(
-        1,
-        "processes that hold the target between them; more than 1 when it is too large",
-        limits=AT_LEAST_1,
     )
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     trust_remote_code: bool = option(False, TRUST_HELP)

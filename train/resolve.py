@@ -20,7 +20,7 @@ from draftsmith.train.data.folders import folders_of, named
 CONTINUABLE = {
     "steps", "epochs", "minutes", "resume", "log_every", "save_every", "eval_every", "eval_prompts",
     "eval_tokens", "report_to",
-    "target_shares", "target_offload", "target_server", "gradient_checkpointing", "out",
+    "target_shares", "target_offload", "target_server", "out",
     # Of as many batches an optimizer step as before: `checkpoints.py` sees to that.
     "accumulate",
 }  # fmt: skip

@@ -1,9 +1,8 @@
-"""One training session: target, data and draft put together, trained, evaluated, saved; the
-Trainer's arguments, and DeepSpeed's checkpoints joined for another number of processes."""
+"""One training session: target, data and draft put together, trained, evaluated, saved; and the
+Trainer's arguments."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -40,7 +39,6 @@ from draftsmith.train.objective.outline import load_outline
 from draftsmith.train.objective.prompt_logprobs import PatientServer, PromptLogprobs
 from draftsmith.train.objective.stored_teacher import DistributionSource, stored_source
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
-from draftsmith.train.objective.unrolled_loss import recompute_mlps
 from draftsmith.train.optim import BETAS, Clock
 from draftsmith.train.reporting import Reporter, draw_curves, rank_0_s
 from draftsmith.train.trainer import DraftTrainer, Trainee
@@ -65,7 +63,7 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
             "on_evaluate"
         )
     material = prepare(config)
-    drafter = new_trainee_drafter(config, material)
+    drafter = new_drafter(config, *material)
     trainer = new_trainer(config, material, drafter, new_source(config, material, drafter))
     for callback in callbacks:
         trainer.add_callback(callback)
@@ -114,7 +112,6 @@ def load_corpus(config: TrainConfig, target: Target) -> Mixture:
         held_out_share=config.held_out,
         split_long=config.long == "split",
     )
-    mixture = mixture if config.share == 1 else mixture.part(config.share)
     for corpus in mixture.corpora:
         corpus.train.with_prompts = config.with_prompts
     return mixture
@@ -129,13 +126,6 @@ def warn_of_cut_texts(config: TrainConfig, mixture: Mixture) -> None:
         ):
             if count:
                 print(f"{count} sequences of {folder.path!r} are {what}", file=sys.stderr)
-
-
-def new_trainee_drafter(config: TrainConfig, material: Material) -> torch.nn.Module:
-    drafter = new_drafter(config, *material)
-    if config.gradient_checkpointing:
-        recompute_mlps(drafter, "gradient_checkpointing")
-    return drafter
 
 
 def new_drafter(
@@ -194,13 +184,7 @@ def new_trainer(
         parts=corpus.train.parts,
     )
     steps = resolve.total_steps(config, per_epoch, placement.world_size)
-    args = training_arguments(
-        config,
-        placement,
-        folder=folder.training,
-        max_steps=steps,
-        moved=is_moved(config, placement),
-    )
+    args = training_arguments(config, placement, folder=folder.training, max_steps=steps)
     held_out = HeldOut(
         config, target, corpus.held_out.first(config.eval_prompts), partial(rank_0_s, args)
     )
@@ -248,20 +232,8 @@ def open_folder(
     newest = folder.newest()
     if newest is None:
         return None
-    if is_moved(config, placement):
-        if placement.rank == 0:
-            join_parts(newest.path)
-        trainer.accelerator.wait_for_everyone()
     trainer.clock.elapsed_s = newest.elapsed_s
     return newest
-
-
-def is_moved(config: TrainConfig, placement: Placement) -> bool:
-    """True where the newest checkpoint's DeepSpeed parts are of another number of processes."""
-    newest = (
-        RunFolder(config.out).newest() if config.resume and config.deepspeed is not None else None
-    )
-    return newest is not None and newest.processes != placement.world_size
 
 
 def keep_time(trainer: DraftTrainer, newest: Checkpoint | None) -> None:
@@ -342,10 +314,6 @@ def summary(
     return f"{config.family} draft{kept} in {config.out} after {steps} steps{measured}"
 
 
-# DeepSpeed's file that names the folder of the joined state.
-LATEST = "latest_universal"
-
-
 class DraftArguments(TrainingArguments):
     """`TrainingArguments` of ranks that can go on from a checkpoint on a CPU too."""
 
@@ -358,12 +326,10 @@ class DraftArguments(TrainingArguments):
 
 
 def training_arguments(
-    config: TrainConfig, placement: Placement, *, folder: Path, max_steps: int, moved: bool = False
+    config: TrainConfig, placement: Placement, *, folder: Path, max_steps: int
 ) -> TrainingArguments:
-    """`moved`: the run goes on from a checkpoint of another number of processes."""
     check_trackers(config.report_to)
     on_cpu = reads_freely(placement.device)
-    deepspeed = resolve.deepspeed_config(config.deepspeed)
     arguments = DraftArguments(
         output_dir=str(folder),
         max_steps=max_steps,
@@ -386,7 +352,7 @@ def training_arguments(
         ddp_backend="gloo" if on_cpu and placement.world_size > 1 else None,
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=not on_cpu,
-        deepspeed=reads_joined(deepspeed) if deepspeed is not None and moved else deepspeed,
+        deepspeed=resolve.deepspeed_config(config.deepspeed),
         seed=config.seed,
         disable_tqdm=True,
         report_to=list(config.report_to) or "none",
@@ -401,11 +367,6 @@ def training_arguments(
     return arguments
 
 
-def reads_joined(deepspeed: dict[str, Any]) -> dict[str, Any]:
-    """The DeepSpeed config of a run that goes on from joined parts."""
-    return deepspeed | {"checkpoint": {**deepspeed.get("checkpoint", {}), "load_universal": True}}
-
-
 def check_trackers(names: tuple[str, ...]) -> None:
     installed = get_available_reporting_integrations()
     for name in names:
@@ -414,28 +375,3 @@ def check_trackers(names: tuple[str, ...]) -> None:
                 f"option 'report_to' names {name!r}, which is no tracker installed here "
                 f"({', '.join(installed) or 'none'})"
             )
-
-
-def join_parts(checkpoint: Path) -> None:
-    """Joins the parts that each process wrote of a checkpoint. Takes as long as reading and writing
-    the optimizer once; does nothing where it was done before."""
-    if (checkpoint / LATEST).is_file():
-        return
-    parts = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.checkpoint.ds_to_universal",
-        "--inject_missing_state",
-    ]
-    command += ["--input_folder", str(parts), "--output_folder", f"{parts}_universal"]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    if done.returncode:
-        lines = (done.stdout.strip() or "no message").split("\n")
-        raise UserError(
-            f"checkpoint {str(checkpoint)!r} cannot be joined for another number of processes "
-            f"({lines[-1]}); start as many as "
-            "wrote it"
-        )

@@ -3,37 +3,11 @@ every served token."""
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.version import __version__
-
-_LINKS = ("distill", "drafters", "fleet", "kernels", "serve", "train")
-_SENTENCE = (
-    "{path} is a text file in place of a symbolic link, so this checkout has no code; install a "
-    "wheel (pip wheel from another "
-    "checkout), or clone again with `git clone -c core.symlinks=true` where symbolic links are "
-    "allowed"
-)
-
-
-def _check_links(package: Path) -> None:
-    """Ends a command with one sentence, and an import with an ImportError of it, where a link of
-    `package` to a code folder is a text file, as git writes them on a file system without links."""
-    broken = next((package / name for name in _LINKS if (package / name).is_file()), None)
-    if broken is None:
-        return
-    sentence = _SENTENCE.format(path=broken)
-    # The command's own module is imported after this package and could not print it.
-    if Path(sys.argv[0] if sys.argv else "").stem in ("draftsmith", "-m"):
-        raise SystemExit(f"draftsmith: error: {sentence}")
-    raise ImportError(sentence)
-
-
-_check_links(Path(__file__).parent)
 
 
 class _Function(ModuleType):

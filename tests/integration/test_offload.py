@@ -25,7 +25,6 @@ from draftsmith.errors import UserError
 from draftsmith.train.command import run
 from draftsmith.train.config import EvalConfig, OptimConfig, TrainConfig
 from draftsmith.train.evaluate import command as evaluation
-from draftsmith.train.evaluate.start import check
 from tests.forked import Forked, finish, one_thread
 from tests.integration.own_memory import GROWN, large_target
 
@@ -159,10 +158,6 @@ def test_what_train_cannot_offload_is_refused(
 def test_what_other_commands_cannot_offload_is_refused(
     loop: Callable[..., Any], target_folder: str
 ) -> None:
-    with pytest.raises(UserError, match="'target_offload' is 'disk' and 'target_shares' 2"):
-        check(
-            EvalConfig(target="t", draft="d", data=("x",), target_offload="disk", target_shares=2)
-        )
     asked = GenerateOptions(target="t", prompts="p", out="o", target_offload="disk")
     with pytest.raises(UserError, match="read again for every token of an answer"):
         generate.run(asked, none_written)

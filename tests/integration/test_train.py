@@ -171,9 +171,7 @@ def same_run(ranks: list[dict], one_process: list[dict]) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_on_two_processes_equals_one(stage, train, tmp_path, one_process):
     recipe = str(ROOT / f"recipes/zero{stage}.json")
-    # What is computed again is the same, also of weights that were put away in between.
-    again = ("--gradient-checkpointing",) if stage > 1 else ()
-    finish(train("ranks", *SHORT_FLAGS, *again, "--steps", "8", "--deepspeed", recipe, processes=2))
+    finish(train("ranks", *SHORT_FLAGS, "--steps", "8", "--deepspeed", recipe, processes=2))
     same_run(metrics(tmp_path / "ranks"), one_process)
     # The saved draft is whole, whatever was partitioned.
     state = load_file(tmp_path / "ranks/model.safetensors")
@@ -244,16 +242,12 @@ def test_all_end_with_one_that_is_killed(killed, recipe, train, tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (2, 2)], ids=str)
-def test_a_deepspeed_run_goes_on_with_any_number_of_processes(
-    counts, stage, train, tmp_path, one_process
-):
+def test_a_deepspeed_run_goes_on(stage, train, tmp_path, one_process):
     recipe = str(ROOT / f"recipes/zero{stage}.json")
-    for steps, processes in zip((4, 8), counts):
-        batches = ("--accumulate", str(2 // processes))
-        options = (*SHORT_FLAGS, *batches, "--steps", str(steps), "--deepspeed", recipe)
-        finish(train("moved", *options, processes=processes))
-    same_run(metrics(tmp_path / "moved"), one_process)
+    for steps in (4, 8):
+        options = (*SHORT_FLAGS, "--steps", str(steps), "--deepspeed", recipe)
+        finish(train("resumed", *options, processes=2))
+    same_run(metrics(tmp_path / "resumed"), one_process)
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,17 +216,6 @@ def _check_ids(pieces: Pieces, vocab_size: int, folder: Path) -> None:
             f"{vocab_size}; "
             "generate it with this target"
         )
-
-
-def share_of(corpus: Corpus, share: float) -> Corpus:
-    """The corpus with this share of the prompts that it trains on, at least one: those of the
-    lowest hashes."""
-    train = corpus.train
-    names = [train.pieces.names[at] for at in train.indices]
-    ordered = sorted(set(names), key=lambda name: uniform(name, "share of the data"))
-    kept = set(ordered[: max(1, round(share * len(ordered)))])
-    indices = train.indices[np.array([name in kept for name in names], dtype=bool)]
-    return replace(corpus, train=Sequences(train.rows, indices, train.pieces))
 
 
 # A piece of a split text begins with so much of the one before it, as context.

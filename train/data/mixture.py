@@ -21,7 +21,6 @@ from draftsmith.train.data.dataset import (
     TokenSequence,
     check_tokenizer,
     read_corpus,
-    share_of,
 )
 from draftsmith.train.data.folders import DataFolder, FolderPart, folders_of
 
@@ -95,12 +94,6 @@ class Mixture:
     @property
     def long(self) -> int:
         return sum(corpus.long for corpus in self.corpora)
-
-    def part(self, share: float) -> Mixture:
-        """Mixture of this share of each folder's training prompts; what is held out stays."""
-        corpora = [share_of(corpus, share) for corpus in self.corpora]
-        _check_weights(self.folders, corpora)
-        return Mixture(self.folders, corpora)
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         """[V] how often the target wrote each token in an epoch of the training part."""

@@ -3,21 +3,16 @@ intervals."""
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from draftsmith.config import command_line, for_others
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.checkpoint import draft_sampling_of
-from draftsmith.drafters.target.device import device_of, load_target
-from draftsmith.drafters.target.sharded import join, leave_group
+from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import TellsReads
 from draftsmith.errors import UserError
@@ -71,23 +66,6 @@ def run(config: EvalConfig) -> int:
     if config.store:
         checkpoint.read_metadata(config.draft)
     quiet()
-    if config.target_shares == 1:
-        evaluate(config)
-        return 0
-    # All processes do the same on their shares of the target, and the first one reports.
-    join(device_of())
-    try:
-        if dist.get_rank() == 0:
-            evaluate(config)
-        else:
-            with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-                evaluate(replace(config, out=None, store=False))
-    finally:
-        leave_group()
-    return 0
-
-
-def evaluate(config: EvalConfig) -> None:
     # In the precision that the target is served with, for exact figures.
     target = open_target(config)
     target.check_length(config.max_length, "option 'max_length'")
@@ -102,6 +80,7 @@ def evaluate(config: EvalConfig) -> None:
     text = shown(config, found, cost)
     print(text)
     report(config, target, found, cost, text)
+    return 0
 
 
 def open_target(config: EvalConfig) -> Target:
@@ -109,7 +88,6 @@ def open_target(config: EvalConfig) -> Target:
         config.target,
         dtype=config.dtype,
         max_length=config.max_length,
-        shares=config.target_shares,
         offload=config.target_offload,
         use="step",
         trust_remote_code=config.trust_remote_code,

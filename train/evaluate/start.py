@@ -3,10 +3,7 @@ which take seconds to import."""
 
 from __future__ import annotations
 
-import os
-
 from draftsmith.config import check_limits
-from draftsmith.drafters.config import check_offload
 from draftsmith.errors import UserError
 from draftsmith.files import check_result
 from draftsmith.progress import say_loading
@@ -25,18 +22,8 @@ def run(config: EvalConfig) -> int:
 
 def check(config: EvalConfig) -> None:
     check_options(config)
-    check_processes(config)
     check_folders(config.data)
     check_result(config.out, "out")
-
-
-def check_processes(config: EvalConfig) -> None:
-    check_offload(config.target_offload, config.target_shares)
-    if (running := os.environ.get("WORLD_SIZE") or "1") != str(config.target_shares):
-        raise UserError(
-            f"option 'target_shares' is {config.target_shares} but {running} processes run; start "
-            f"{config.target_shares} with torchrun --nproc_per_node N -m draftsmith.cli eval ..."
-        )
 
 
 def check_options(config: EvalConfig) -> None:

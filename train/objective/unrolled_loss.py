@@ -6,16 +6,13 @@ B rows, L tokens per row, S unrolled steps, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.utils import checkpoint
 
 from draftsmith.drafters.interface import TextBatch, UnrollBatch, UnrolledStep
-from draftsmith.errors import UserError
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, DivergenceKind
 from draftsmith.kernels.products.float32_products import faster_linears
@@ -225,22 +222,3 @@ def confidence_loss(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = binary_cross_entropy_with_logits(logits, alpha.to(logits.dtype), reduction="none")
     return (weights * losses).sum()
-
-
-def recompute_mlps(drafter: torch.nn.Module, option: str) -> None:
-    """Has each MLP of the draft run again, as the option of this name asks."""
-    mlps = [module for name, module in drafter.named_modules() if name.rpartition(".")[2] == "mlp"]
-    if not mlps:
-        raise UserError(
-            f"option {option!r} has nothing to recompute in a draft of family "
-            f"{drafter.family!r}; leave it out"
-        )
-    for mlp in mlps:
-        again = partial(_in_the_same_products, mlp.forward)
-        mlp.forward = partial(checkpoint.checkpoint, again, use_reentrant=False)
-
-
-def _in_the_same_products(forward: Callable[..., Any], hidden: torch.Tensor, *others: Any) -> Any:
-    # The backward pass is none of the loss's context, and must keep the same tensors.
-    with faster_linears(hidden.device):
-        return forward(hidden, *others)

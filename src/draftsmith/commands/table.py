@@ -48,6 +48,7 @@ COMMANDS = {
         "alpha_i and tau of a draft, with confidence intervals",
         "train",
         "draftsmith.train.evaluate.start:check_options",
+        alone=True,
     ),
     "serve": Command(
         "draftsmith.serve.config:ServeConfig",
