@@ -11,22 +11,8 @@ from draftsmith.progress import is_error
 
 
 def quiet() -> None:
-    """Errors only. Call it before accelerate is imported, which imports DeepSpeed."""
-    quiet_deepspeed()
-
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    # A part of the extra `train`, which commands that read no data do without.
-    if importlib.util.find_spec("datasets") is not None:
-        import datasets
-
-        datasets.disable_progress_bars()
-
-
-def quiet_deepspeed() -> None:
-    """Call before importing DeepSpeed, which logs at import."""
+    """Errors only. Call it before accelerate is imported, which imports DeepSpeed, which logs at
+    import."""
     import torch
 
     if not torch.cuda.is_available():
@@ -44,3 +30,13 @@ def quiet_deepspeed() -> None:
         logging.getLogger(name).addFilter(is_error)
     # DeepSpeed calls collectives by the names they had before.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    # A part of the extra `train`, which commands that read no data do without.
+    if importlib.util.find_spec("datasets") is not None:
+        import datasets
+
+        datasets.disable_progress_bars()

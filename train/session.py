@@ -32,7 +32,7 @@ from draftsmith.train.checkpoints import (
     is_evaluated,
 )
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data.batches import batches_per_epoch
+from draftsmith.train.data.batches import BatchPlan
 from draftsmith.train.data.mixture import Mixture, describe, read_mixture
 from draftsmith.train.evaluate.measured import Figures, HeldOut
 from draftsmith.train.objective.outline import load_outline
@@ -175,14 +175,16 @@ def new_trainer(
     trainee = Trainee(drafter, source, config.unroll, kind=kind)
     folder = RunFolder(config.out)
     folder.make()
-    row_length = config.max_length if config.packing else None
-    per_epoch = batches_per_epoch(
+    plan = BatchPlan(
         corpus.train.lengths,
         batch_size=config.batch_size,
         seed=config.seed,
-        row_length=row_length,
+        rank=placement.rank,
+        world_size=placement.world_size,
+        row_length=config.max_length if config.packing else None,
         parts=corpus.train.parts,
     )
+    per_epoch = len(plan.epoch(0))
     steps = resolve.total_steps(config, per_epoch, placement.world_size)
     args = training_arguments(config, placement, folder=folder.training, max_steps=steps)
     held_out = HeldOut(
@@ -200,7 +202,7 @@ def new_trainer(
         trainee,
         args,
         sequences=corpus.train,
-        row_length=row_length,
+        plan=plan,
         optim=config.optim,
         clock=clock,
         held_out=held_out,

@@ -72,7 +72,7 @@ class Trainee(torch.nn.Module):
 
 class DraftTrainer(Trainer):
     """`held_out` gives the figures of a draft at a step; `spare` is a second draft, needed
-    under ZeRO-3 only. Rows are packed up to `row_length` tokens where it is given."""
+    under ZeRO-3 only."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class DraftTrainer(Trainer):
         sequences: Mixed,
         optim: OptimConfig,
         clock: Clock,
-        row_length: int | None = None,
+        plan: BatchPlan,
         held_out: HeldOut,
         spare: torch.nn.Module | None = None,
     ):
-        self.sequences, self.row_length = sequences, row_length
+        self.sequences, self.plan = sequences, plan
         self.optim_config = optim
         self.clock = clock
         self.held_out = held_out
@@ -101,19 +101,10 @@ class DraftTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """One plan for the whole run, already this rank's share: accelerate must not shard or
         shuffle it again."""
-        plan = BatchPlan(
-            self.sequences.lengths,
-            batch_size=self.args.per_device_train_batch_size,
-            seed=self.args.seed,
-            num_batches=self.args.max_steps * self.args.gradient_accumulation_steps,
-            rank=self.args.process_index,
-            world_size=self.args.world_size,
-            row_length=self.row_length,
-            parts=self.sequences.parts,
-        )
+        self.plan.num_batches = self.args.max_steps * self.args.gradient_accumulation_steps
         return DataLoader(
             self.sequences,
-            batch_sampler=plan,
+            batch_sampler=self.plan,
             collate_fn=as_inputs,
             pin_memory=self.args.dataloader_pin_memory,
         )

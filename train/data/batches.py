@@ -92,7 +92,8 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
     """Every batch of a run on one of `world_size` processes: a pure function of lengths and seed.
 
     Epochs follow each other in one stream, of which each process takes every `world_size`-th batch,
-    so the data position is the number of batches taken and a resume skips exactly those. A batch
+    so the data position is the number of batches taken and a resume skips exactly those. A run
+    takes `num_batches`, which is set once the length of the first epoch is known. A batch
     holds `batch_size` rows: sequences of similar length, one per row, or with `row_length` as many
     whole ones per row as fit in so many tokens. `parts` are the folders that the sequences are of,
     where they have weights.
@@ -108,9 +109,9 @@ class BatchPlan(torch.utils.data.Sampler[Batch]):
         *,
         batch_size: int,
         seed: int,
-        num_batches: int,
-        rank: int,
-        world_size: int,
+        num_batches: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
         row_length: int | None = None,
         parts: Sequence[FolderPart] = (),
     ):
@@ -191,25 +192,3 @@ def rows_as_long_as_the_longest(lengths: Sequence[int]) -> Batch:
     length keep a row each, in order."""
     rows = fill(np.arange(len(lengths)), np.asarray(lengths), max(lengths))
     return sorted(sorted(row) for row in rows)
-
-
-def batches_per_epoch(
-    lengths: Sequence[int],
-    *,
-    batch_size: int,
-    seed: int,
-    row_length: int | None = None,
-    parts: Sequence[FolderPart] = (),
-) -> int:
-    """Number of batches in the first epoch; packed ones differ a little."""
-    plan = BatchPlan(
-        lengths,
-        batch_size=batch_size,
-        seed=seed,
-        num_batches=0,
-        rank=0,
-        world_size=1,
-        row_length=row_length,
-        parts=parts,
-    )
-    return len(plan.epoch(0))

@@ -4,7 +4,6 @@ intervals."""
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +34,6 @@ from draftsmith.train.evaluate.estimate import Estimate
 from draftsmith.train.evaluate.measured import prompt_of
 from draftsmith.train.evaluate.picture import draw_figures
 from draftsmith.train.evaluate.teacher_forced import (
-    DocumentCounts,
     Evaluation,
     count_documents,
     evaluate_draft,
@@ -115,15 +113,11 @@ def texts_of(config: EvalConfig, target: Target) -> dict[float, BySource]:
         config.data, target, max_length=config.max_length, held_out_share=config.held_out
     )
     warn_of_trained_text(config, mixture)
-    sequences = chosen_of(config, mixture)
+    sequences = (mixture.held_out if len(mixture.held_out) else mixture.train).first(config.prompts)
     return {
         temperature: texts_at(config, temperature, target, mixture, sequences)
         for temperature in config.temperature
     }
-
-
-def chosen_of(config: EvalConfig, mixture: Mixture) -> list[TokenSequence]:
-    return (mixture.held_out if len(mixture.held_out) else mixture.train).first(config.prompts)
 
 
 def warn_of_trained_text(config: EvalConfig, mixture: Mixture) -> None:
@@ -153,13 +147,21 @@ def warn_of_trained_text(config: EvalConfig, mixture: Mixture) -> None:
 def evaluate_at(
     config: EvalConfig, temperature: float, target: Target, drafter: Any, texts: BySource, k: int
 ) -> OfFolders:
+    asked: dict[str, Any] = {
+        "temperature": temperature, "k": k, "draft_sampling": config.draft_sampling
+    }  # fmt: skip
     counts = {
-        path: counts_of(
-            config, temperature, target, drafter, own, k, f"rounds of {Path(path).name}"
+        path: count_documents(
+            drafter,
+            target,
+            own,
+            batch_size=config.batch_size,
+            label=f"rounds of {Path(path).name} at T={temperature:g}",
+            **asked,
         )
         for path, own in texts.items()
     }
-    by_folder = {path: evaluation_of(config, temperature, own, k) for path, own in counts.items()}
+    by_folder = {path: summarise(own, seed=config.seed, **asked) for path, own in counts.items()}
     for path, evaluation in by_folder.items():
         if evaluation.unlikely > UNLIKELY_LIMIT:
             raise UserError(
@@ -168,7 +170,7 @@ def evaluate_at(
                 "generate it with this target"
             )
     whole = merge_documents([one for own in counts.values() for one in own])
-    return OfFolders(evaluation_of(config, temperature, whole, k), by_folder)
+    return OfFolders(summarise(whole, seed=config.seed, **asked), by_folder)
 
 
 def texts_at(
@@ -191,34 +193,6 @@ def texts_at(
         if own:
             texts[folder.path] = own
     return texts
-
-
-def counts_of(
-    config: EvalConfig,
-    temperature: float,
-    target: Target,
-    drafter: Any,
-    texts: list[TokenSequence],
-    k: int,
-    label: str,
-) -> list[DocumentCounts]:
-    return count_documents(
-        drafter,
-        target,
-        texts,
-        temperature=temperature,
-        k=k,
-        batch_size=config.batch_size,
-        draft_sampling=config.draft_sampling,
-        label=f"{label} at T={temperature:g}",
-    )
-
-
-def evaluation_of(
-    config: EvalConfig, temperature: float, counts: list[DocumentCounts], k: int
-) -> Evaluation:
-    found = summarise(counts, temperature=temperature, k=k, seed=config.seed)
-    return replace(found, draft_sampling=config.draft_sampling)
 
 
 def answer_again(

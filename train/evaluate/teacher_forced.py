@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -133,8 +133,7 @@ def evaluate_draft(
         batch_size=batch_size,
         draft_sampling=draft_sampling,
     )
-    found = summarise(counts, temperature=temperature, k=k, seed=seed)
-    return replace(found, draft_sampling=draft_sampling)
+    return summarise(counts, temperature=temperature, k=k, seed=seed, draft_sampling=draft_sampling)
 
 
 @torch.no_grad()
@@ -298,7 +297,12 @@ def _added(some: list[float], others: list[float]) -> list[float]:
 
 
 def summarise(
-    counts: Sequence[DocumentCounts], *, temperature: float, k: int, seed: int
+    counts: Sequence[DocumentCounts],
+    *,
+    temperature: float,
+    k: int,
+    seed: int,
+    draft_sampling: str = "sampled",
 ) -> Evaluation:
     tokens = sum(count.tokens for count in counts)
     rounds = [sum(count.rounds_by_k[depth] for count in counts) for depth in range(k)]
@@ -319,6 +323,7 @@ def summarise(
         tau_by_k=[tokens / value for value in rounds],
         unlikely=sum(count.unlikely for count in counts) / tokens,
         by_context=summarise_contexts([count.by_context for count in counts], seed, whole=whole),
+        draft_sampling=draft_sampling,
     )
 
 

@@ -12,7 +12,7 @@ from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_record
 from draftsmith.errors import UserError
-from draftsmith.train.data.batches import Batch, BatchPlan, batches_per_epoch, collate, pack
+from draftsmith.train.data.batches import Batch, BatchPlan, collate, pack
 from draftsmith.train.data.dataset import Pieces, TokenSequence, check_tokenizer, read_corpus
 from tests.conftest import small_files
 
@@ -250,12 +250,7 @@ def test_buckets_limit_padding():
 
 
 def test_packed_rows_are_full_and_hold_every_sequence_once_an_epoch():
-    count = batches_per_epoch(LENGTHS, batch_size=4, seed=0, row_length=100)
-    assert count == len(
-        BatchPlan(
-            LENGTHS, batch_size=4, seed=0, num_batches=1, rank=0, world_size=1, row_length=100
-        ).epoch(0)
-    )
+    count = len(BatchPlan(LENGTHS, batch_size=4, seed=0, row_length=100).epoch(0))
     batches = plan(num_batches=count, row_length=100)
     assert sorted(flat(batches)) == list(range(101))
     rows = [sum(LENGTHS[at] for at in row) for batch in batches for row in batch]
