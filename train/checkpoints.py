@@ -134,14 +134,6 @@ class RunFolder:
                 f"{config.accumulate} are {processes * config.accumulate}; {mend}"
             )
 
-    def make(self) -> None:
-        try:
-            self.training.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"out {str(self.out)!r} cannot be written to ({error.strerror}); give another --out"
-            ) from error
-
     def open(self, config: TrainConfig) -> None:
         """Prepares the folder: everything after the checkpoint to go on from is dropped."""
         newest = self.newest() if config.resume else None
@@ -156,28 +148,31 @@ class RunFolder:
     def keep_data(self, lengths: np.ndarray) -> None:
         """Records the texts of the run, by their lengths [N]: the batches are a function of these.
         A `UserError` for a run that would go on with others."""
-        path = self.training / "data.json"
         texts = {"sequences": len(lengths), "tokens": int(lengths.sum())}
         data = texts | {"lengths_crc": zlib.crc32(lengths.astype(np.int64).tobytes())}
-        before = read_json(path, "record of the data") if path.is_file() else data
-        if self.newest() is not None and before != data:
+        if before := self._other("data", data):
             raise UserError(
                 f"out {str(self.out)!r} holds a run on other texts ({before['sequences']} of "
                 f"{before['tokens']} tokens, now {len(lengths)} of {texts['tokens']}); give the "
                 "same data, another --out, or --no-resume"
             )
-        write_json(path, data)
 
     def keep_target(self, revision: str) -> None:
         """Records the target of the run. A `UserError` for a run that would go on with another."""
-        path, now = self.training / "target.json", {"revision": revision}
-        before = read_json(path, "record of the target") if path.is_file() else now
-        if self.newest() is not None and before != now:
+        if before := self._other("target", {"revision": revision}):
             raise UserError(
                 f"out {str(self.out)!r} holds a run for a target of revision {before['revision']}, "
                 f"and this one's is {revision}; give the same target, another --out, or --no-resume"
             )
+
+    def _other(self, name: str, now: dict[str, Any]) -> dict[str, Any] | None:
+        """Record that a run which would go on has in place of `now`, else written."""
+        path = self.training / f"{name}.json"
+        before = read_json(path, f"record of the {name}") if path.is_file() else now
+        if self.newest() is not None and before != now:
+            return before
         write_json(path, now)
+        return None
 
     def _drop_unfinished(self) -> None:
         """Removes what a kill cut short. The Trainer would count it among its newest checkpoints
@@ -290,7 +285,6 @@ class BestDraft:
             return None
         found = read_json(self.record, "record of the best draft")
         path = self.training / found.pop("folder")
-        found.setdefault("files", {})
         return KeptCheckpoint(path=path, **found) if path.is_dir() else None
 
     def check(self, step: int) -> None:

@@ -48,7 +48,6 @@ class Reporter(TrainerCallback):
         window: MetricWindow | None = None,
     ):
         self.folder = folder
-        self.file = MetricsFile(folder.metrics)
         self.clock = clock
         self.steps_per_epoch = steps_per_epoch
         self.label = label
@@ -137,13 +136,14 @@ class Reporter(TrainerCallback):
         self._stop_when_lost(logs, state, model if control.should_save else None)
         if state.is_world_process_zero:
             epoch = round(state.global_step / self.steps_per_epoch, 4)
-            self.file.write(
+            append_line(
+                self.folder.metrics,
                 {
                     "step": state.global_step,
                     "epoch": epoch,
                     "elapsed_s": round(self.clock.elapsed_s, 2),
                     **logs,
-                }
+                },
             )
         if "loss" in logs:
             self.shown |= logs
@@ -219,16 +219,10 @@ def rank_0_s(args: TrainingArguments) -> float:
     return agreed(time.monotonic(), args)
 
 
-class MetricsFile:
-    """One JSON object per line, whole lines only, on disk as soon as written."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def write(self, record: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with named(self.path), open(self.path, "a", encoding="utf-8") as handle:
-            handle.write(json.dumps(record) + "\n")
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """A JSON object per line, whole lines only, on disk as soon as written."""
+    with named(path), open(path, "a", encoding="utf-8") as handle:
+        handle.write(json.dumps(record) + "\n")
 
 
 class MetricWindow:

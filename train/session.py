@@ -174,7 +174,7 @@ def new_trainer(
     kind = kind_of(config.divergence)
     trainee = Trainee(drafter, source, config.unroll, kind=kind)
     folder = RunFolder(config.out)
-    folder.make()
+    folder.training.mkdir(parents=True, exist_ok=True)
     plan = BatchPlan(
         corpus.train.lengths,
         batch_size=config.batch_size,

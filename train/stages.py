@@ -42,10 +42,10 @@ FILES = ("eval", "bench")  # whose result is a JSON file
 
 class CommandOptions(NamedTuple):
     """Options of one command: their dataclass, and a check that raises a `UserError` for values
-    that no run could use."""
+    that no run could use; None where none is made of the options alone."""
 
     config: type
-    check: Callable[[Any], object]
+    check: Callable[[Any], object] | None
 
 
 OptionsOf = Callable[[str], CommandOptions]
@@ -205,7 +205,9 @@ def _resolved(
     if one.command == "distill" and not {"until_idle_s", "max_updates"} & options.keys():
         raise UserError("distill would never end; give until_idle_s or max_updates")
     launch = tuple(_words(str(substitute(one.launch or "", settings))))
-    known.check(build(known.config, options))
+    config = build(known.config, options)
+    if known.check is not None:
+        known.check(config)
     if launch:
         program(launch[0])
     positional = tuple(

@@ -27,7 +27,7 @@ from draftsmith.files import (
     write_page,
     write_text,
 )
-from draftsmith.train.reporting import MetricsFile
+from draftsmith.train.reporting import append_line
 from tests.conftest import small_files
 
 
@@ -42,9 +42,7 @@ def test_json_that_is_no_object_is_one_sentence(tmp_path: Path, text: str) -> No
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "write", [write_text, lambda path, text: MetricsFile(path).write({text: text})]
-)
+@pytest.mark.parametrize("write", [write_text, lambda path, text: append_line(path, {text: text})])
 def test_the_error_of_a_full_disk_names_the_file(tmp_path: Path, write: Any) -> None:
     path = tmp_path / "run.json"
     with small_files(8), pytest.raises(OSError, match="File too large") as error:

@@ -66,18 +66,6 @@ class Evaluation:
     draft_sampling: str = "sampled"
     method: str = METHOD
 
-    def figures(self) -> dict[str, float]:
-        """tau and alpha_i (i from 1) without their intervals, for a line of metrics."""
-        alphas = {
-            f"alpha_{at + 1}": estimate.value
-            for at, estimate in enumerate(self.alpha)
-            if estimate is not None
-        }
-        return {"tau": self.tau.value, **alphas}
-
-    def summary(self) -> str:
-        return ", ".join(f"{name} {value:.3f}" for name, value in self.figures().items())
-
 
 def temperature_of(text: TokenSequence, provenance: dict[str, Any], target: Target) -> float | None:
     """The temperature whose distribution a text of this data follows exactly; None for filtered

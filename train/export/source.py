@@ -112,13 +112,12 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def copy_tokenizer(target: Path, out: Path) -> list[str]:
+def copy_tokenizer(target: Path, out: Path) -> None:
     """The target's tokenizer, so that the folder serves and loads by itself; of an adapter without
-    one, its base's. Returns the names copied."""
+    one, its base's."""
     base = adapter_base(target)
     if base is not None and not (target / "tokenizer_config.json").is_file():
         target = locate(base, "target", weights=False)
-    names = [name for name in TOKENIZER_FILES if (target / name).is_file()]
-    for name in names:
-        shutil.copyfile(target / name, out / name)
-    return names
+    for name in TOKENIZER_FILES:
+        if (target / name).is_file():
+            shutil.copyfile(target / name, out / name)

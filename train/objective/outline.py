@@ -68,8 +68,24 @@ class TargetOutline(Target):
         return self._table_of(PreTrainedModel.get_output_embeddings)
 
     def _table_of(self, module_of: Callable[[PreTrainedModel], torch.nn.Module]) -> torch.Tensor:
-        trust = self.trust_remote_code
-        return read_table(self.name, self.model, module_of, trust_remote_code=trust).to(self._place)
+        """Weight of the module: that tensor alone where the files have the model's own names, else
+        all weights are read, once."""
+        weight = module_of(self.model).weight
+        name = next(name for name, one in self.model.named_parameters() if one is weight)
+        folder = None if adapter_base(self.name) is not None else locate(self.name, "target")
+        if folder is not None and parameters_in(folder, self.model) is not None:
+            for file_path in weight_files(folder):
+                with safe_open(file_path, framework="pt") as file:
+                    if name in file.keys():  # noqa: SIM118 - not a dict
+                        return file.get_tensor(name).to(self._place)
+        whole = load_model(self.name, trust_remote_code=self.trust_remote_code)
+        table = module_of(whole).weight
+        if not table.is_floating_point():
+            raise UserError(
+                f"table {name!r} of target {self.name!r} is quantised, and learn.teacher=recorded "
+                "reads it as it is; give learn.teacher=live"
+            )
+        return table.detach().clone().to(self._place)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.embedding(ids, self._input_table)
@@ -112,32 +128,6 @@ def load_outline(
         max_length=max_length,
         trust_remote_code=trust_remote_code,
     )
-
-
-def read_table(
-    path: str,
-    model: PreTrainedModel,
-    module_of: Callable[[PreTrainedModel], torch.nn.Module],
-    *,
-    trust_remote_code: bool,
-) -> torch.Tensor:
-    """Weight of a module of the model in `path`, of which `model` is the outline: of that tensor
-    alone where the files have the model's own names, else all weights are read, once."""
-    weight = module_of(model).weight
-    name = next(name for name, one in model.named_parameters() if one is weight)
-    folder = None if adapter_base(path) is not None else locate(path, "target")
-    if folder is not None and parameters_in(folder, model) is not None:
-        for file_path in weight_files(folder):
-            with safe_open(file_path, framework="pt") as file:
-                if name in file.keys():  # noqa: SIM118 - not a dict
-                    return file.get_tensor(name)
-    whole = module_of(load_model(path, trust_remote_code=trust_remote_code)).weight
-    if not whole.is_floating_point():
-        raise UserError(
-            f"table {name!r} of target {path!r} is quantised, and learn.teacher=recorded reads it "
-            "as it is; give learn.teacher=live"
-        )
-    return whole.detach().clone()
 
 
 def parameters_in(folder: Path, model: PreTrainedModel) -> list[TargetParameter] | None:

@@ -4,7 +4,6 @@ are."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from draftsmith.commands.table import COMMANDS, load
 from draftsmith.errors import check_extra
@@ -32,8 +31,4 @@ def options_of(name: str) -> CommandOptions:
     check_extra(name, command.extra)
     if command.loads:
         say_loading()  # as the check of its options does
-    return CommandOptions(load(command.config), load(command.check) if command.check else accept)
-
-
-def accept(config: Any) -> None:
-    """Check of a command that makes none of its options alone."""
+    return CommandOptions(load(command.config), load(command.check) if command.check else None)

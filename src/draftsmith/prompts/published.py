@@ -43,110 +43,96 @@ class Suite(NamedTuple):
     most: int | None = None  # of its prompts, where it would outweigh the others
 
 
+def _suite(source: str, licence: str, *files: Published, most: int | None = None) -> Suite:
+    return Suite(source, licence, files, most)
+
+
 def _of_eagle(task: str, sha256: str) -> Published:
     return Published(f"{EAGLE}/eagle/data/{task}/question.jsonl", sha256, task)
 
 
 MT_BENCH = _of_eagle("mt_bench", "119565adbab82227089cefdb44c8d7e2cf04dc0a0ec233634c82e7d4e2a944f7")
 SUITES = {
-    "spec-bench": Suite(
+    "spec-bench": _suite(
         "hemingkx/Spec-Bench",
         "Apache-2.0",
-        (
-            Published(
-                f"{SPEC_BENCH}/data/spec_bench/question.jsonl",
-                "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
-            ),
+        Published(
+            f"{SPEC_BENCH}/data/spec_bench/question.jsonl",
+            "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
         ),
     ),
-    "mt-bench": Suite("SafeAILab/EAGLE", "Apache-2.0", (MT_BENCH._replace(task=""),)),
-    "humaneval": Suite(
+    "mt-bench": _suite("SafeAILab/EAGLE", "Apache-2.0", MT_BENCH._replace(task="")),
+    "humaneval": _suite(
         "openai/human-eval",
         "MIT",
-        (
-            Published(
-                f"{HUMAN_EVAL}/data/HumanEval.jsonl.gz",
-                "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
-                "humaneval",
-            ),
+        Published(
+            f"{HUMAN_EVAL}/data/HumanEval.jsonl.gz",
+            "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
+            "humaneval",
         ),
     ),
-    "gsm8k": Suite(
+    "gsm8k": _suite(
         "openai/grade-school-math",
         "MIT",
-        (
-            Published(
-                f"{SCHOOL_MATH}/grade_school_math/data/test.jsonl",
-                "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
-                "gsm8k",
-            ),
+        Published(
+            f"{SCHOOL_MATH}/grade_school_math/data/test.jsonl",
+            "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+            "gsm8k",
         ),
     ),
-    "eagle": Suite(
+    "eagle": _suite(
         "SafeAILab/EAGLE",
         "Apache-2.0",
-        (
-            MT_BENCH,
-            _of_eagle(
-                "humaneval", "ce0244e2b228339e9a11afc63a151719beede1e389fdaec7cd9751d33902180e"
-            ),
-            _of_eagle("gsm8k", "a55920b2f2aac724241124c59e5b8e8168dbbeb2ab0fdbee17d5b0ab6db5ff27"),
-            _of_eagle("alpaca", "8ad3e5a7fc61b88d8e25edb81a52a2ce00a04494d5694c122cb11a5cc26a00df"),
-            _of_eagle("sum", "916876f0c42f938a944de96eed16e51425f29f27438cca5c9ef4737c0fedf771"),
-            _of_eagle("qa", "04252e41ab00bcc03b11940b4a3766cf40ae0b76a09c4f56968ba952f0b029f3"),
-        ),
+        MT_BENCH,
+        _of_eagle("humaneval", "ce0244e2b228339e9a11afc63a151719beede1e389fdaec7cd9751d33902180e"),
+        _of_eagle("gsm8k", "a55920b2f2aac724241124c59e5b8e8168dbbeb2ab0fdbee17d5b0ab6db5ff27"),
+        _of_eagle("alpaca", "8ad3e5a7fc61b88d8e25edb81a52a2ce00a04494d5694c122cb11a5cc26a00df"),
+        _of_eagle("sum", "916876f0c42f938a944de96eed16e51425f29f27438cca5c9ef4737c0fedf771"),
+        _of_eagle("qa", "04252e41ab00bcc03b11940b4a3766cf40ae0b76a09c4f56968ba952f0b029f3"),
     ),
 }
 
 # Prompts to train on.
 TRAINING = (
-    Suite(
+    _suite(
         "teknium1/GPTeacher",
         "MIT",
-        (
-            Published(
-                f"{TEACHER}/Codegen/codegen-instruct.json",
-                "8b0be81f22b86bccab30f573351b62efb3391da229d2ee817a65ce0abb08b29d",
-            ),
+        Published(
+            f"{TEACHER}/Codegen/codegen-instruct.json",
+            "8b0be81f22b86bccab30f573351b62efb3391da229d2ee817a65ce0abb08b29d",
         ),
     ),
-    Suite(
+    _suite(
         "openai/grade-school-math",
         "MIT",
-        (
-            Published(
-                f"{SCHOOL_MATH}/grade_school_math/data/train.jsonl",
-                "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
-            ),
+        Published(
+            f"{SCHOOL_MATH}/grade_school_math/data/train.jsonl",
+            "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
         ),
         most=3000,
     ),
-    Suite(
+    _suite(
         "yizhongw/self-instruct",
         "Apache-2.0",
-        (
-            Published(
-                f"{SELF_INSTRUCT}/data/seed_tasks.jsonl",
-                "7779004fa198fdf27cf70a159363879d8a26c53329e11b436af17b3941875f48",
-            ),
-            Published(
-                f"{SELF_INSTRUCT}/human_eval/user_oriented_instructions.jsonl",
-                "81d60a117db495cecedecd9193504fd07c5b5a42f6699ef6b0f9da10fc22f42e",
-            ),
+        Published(
+            f"{SELF_INSTRUCT}/data/seed_tasks.jsonl",
+            "7779004fa198fdf27cf70a159363879d8a26c53329e11b436af17b3941875f48",
+        ),
+        Published(
+            f"{SELF_INSTRUCT}/human_eval/user_oriented_instructions.jsonl",
+            "81d60a117db495cecedecd9193504fd07c5b5a42f6699ef6b0f9da10fc22f42e",
         ),
     ),
-    Suite(
+    _suite(
         "LAION-AI/Open-Assistant",
         "Apache-2.0",
-        (
-            Published(
-                f"{ASSISTANT}/model/model_eval/manual/data/en_100_text.jsonl",
-                "96ea33eb2fc670b3638887eee4ec85d8c840927dbd2c2293816cccde27d6cc5f",
-            ),
-            Published(
-                f"{ASSISTANT}/model/model_eval/manual/data/prompt_lottery_en_250_text.jsonl",
-                "c5c706385a8166d308920e6a2e53b4ffa340d6dda5027cf57e2c39533f4d52f3",
-            ),
+        Published(
+            f"{ASSISTANT}/model/model_eval/manual/data/en_100_text.jsonl",
+            "96ea33eb2fc670b3638887eee4ec85d8c840927dbd2c2293816cccde27d6cc5f",
+        ),
+        Published(
+            f"{ASSISTANT}/model/model_eval/manual/data/prompt_lottery_en_250_text.jsonl",
+            "c5c706385a8166d308920e6a2e53b4ffa340d6dda5027cf57e2c39533f4d52f3",
         ),
     ),
 )

@@ -16,7 +16,7 @@ from draftsmith.train.config import TrainConfig
 
 def test_a_run_goes_on_with_the_texts_that_it_began_with(tmp_path: Path) -> None:
     folder, lengths = RunFolder(tmp_path), np.array([4, 5, 9])
-    folder.make()
+    folder.training.mkdir(parents=True)
     # Nothing was trained yet: any texts do.
     folder.keep_data(np.array([1]))
     folder.keep_data(lengths)
@@ -54,7 +54,7 @@ def test_a_run_does_not_go_on_with_a_best_draft_that_is_damaged(
 ) -> None:
     folder = RunFolder(tmp_path)
     config = TrainConfig(family="mtp", target="t", data=("d",), out=str(tmp_path))
-    folder.make()
+    folder.training.mkdir(parents=True)
     folder.open(config)
     folder.check(config)
     best = BestDraft(folder.training)
@@ -72,7 +72,7 @@ def test_a_run_does_not_go_on_with_a_best_draft_that_is_damaged(
 
 def test_a_run_goes_on_from_a_kill_before_the_record_of_its_best_draft(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.make()
+    folder.training.mkdir(parents=True)
     BestDraft(folder.training).offer(Draft(), step=4, tau=1.5, evaluation=[])
     (folder.training / "best.json").unlink()
     BestDraft(folder.training).check(2)
@@ -80,7 +80,7 @@ def test_a_run_goes_on_from_a_kill_before_the_record_of_its_best_draft(tmp_path:
 
 def test_a_run_goes_on_with_the_target_that_it_began_with(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.make()
+    folder.training.mkdir(parents=True)
     # Nothing was trained yet: any target does.
     folder.keep_target("first")
     folder.keep_target("second")
