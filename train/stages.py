@@ -205,7 +205,7 @@ def _resolved(
     if one.command == "distill" and not {"until_idle_s", "max_updates"} & options.keys():
         raise UserError("distill would never end; give until_idle_s or max_updates")
     launch = tuple(_words(str(substitute(one.launch or "", settings))))
-    config = build(known.config, options)
+    config: Any = build(known.config, options)
     if known.check is not None:
         known.check(config)
     if launch:

@@ -16,7 +16,6 @@ import torch
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.speculate import SpeculatedText, speculate
-from draftsmith.drafters.speculate_trees import speculate_trees
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.kernels.sampling import draw as draw_module
@@ -42,6 +41,7 @@ from tests.integration.served import (
     plain_greedy,
     prompts,
 )
+from tests.speculate_trees import speculate_trees
 
 CAPTURED = True
 DYNAMIC, SAMPLED = "dynamic:nodes=12,depth=4,width=3", "sampled:3x2x1"

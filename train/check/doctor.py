@@ -114,13 +114,9 @@ def check_models(config: DoctorConfig) -> list[Finding]:
     folders = [folder.path for folder in folders_of(config.data)]
     for folder in folders:
         found = check_folder(config, folder, target)
-        findings += found if len(folders) == 1 else [of_folder(one, folder) for one in found]
+        named = "" if len(folders) == 1 else f"{folder}: "
+        findings += [one._replace(what=named + one.what) for one in found]
     return findings
-
-
-def of_folder(finding: Finding, folder: str) -> Finding:
-    """A finding about one of several folders, which it names."""
-    return finding._replace(what=f"{folder}: {finding.what}")
 
 
 def check_folder(config: DoctorConfig, folder: str, target: Any) -> list[Finding]:

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-import torch.utils.data
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_difference
@@ -38,7 +37,7 @@ class TokenSequence(NamedTuple):
     temperature: float | None = None  # that it was written at, in a folder of several
 
 
-class Sequences(torch.utils.data.Dataset):
+class Sequences:
     """Some pieces of a data folder, read on access; it holds a few numbers per piece.
     `with_prompts`: the loss is over every token, not over the target's own alone."""
 
@@ -70,10 +69,6 @@ class Sequences(torch.utils.data.Dataset):
             int(pieces.token_index[piece]),
             temperature=pieces.temperatures[piece],
         )
-
-    def __getitems__(self, batch: list[list[int]]) -> list[list[TokenSequence]]:
-        """Sequences of each row of a batch, as a `DataLoader` asks for them."""
-        return [[self[at] for at in row] for row in batch]
 
     def first(self, count: int) -> list[TokenSequence]:
         return [self[at] for at in range(min(count, len(self)))]

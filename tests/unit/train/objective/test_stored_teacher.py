@@ -91,7 +91,7 @@ def corpus_of(folder: Path) -> Corpus:
 
 
 def text_of(corpus: Corpus, rows: list[list[int]]) -> TextBatch:
-    return pack(corpus.train.__getitems__(rows))
+    return pack([[corpus.train[at] for at in row] for row in rows])
 
 
 # Packed and alone, in and out of the folder's order, from every shard.
