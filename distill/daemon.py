@@ -6,11 +6,10 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.config import to_dict
 from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.buffer.folder import retain
 from draftsmith.distill.buffer.record_table import is_of_weights, of_earlier_weights
@@ -321,7 +320,7 @@ class Daemon:
         if self.throttle.budget < 1:
             line += f", learning {self.throttle.budget:.0%} of the time"
         values = {
-            **to_dict(self.counters),
+            **asdict(self.counters),
             **self.track.to_dict(),
             "lossless_alarms": len(self.monitor.alarms),
             "losslessness": self.monitor.numbers(),

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
 
-from draftsmith.config import to_dict
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.gate.drift import Alarm, Drift
 from draftsmith.distill.gate.gate import Decision, notice
@@ -131,7 +130,7 @@ class VersionLifecycle:
         counters = self.context.counters
         training = {
             "version": __version__,
-            "online": to_dict(self.context.config.learn),
+            "online": asdict(self.context.config.learn),
             "updates": self.learner.updates,
         }
         data_range = {

@@ -9,13 +9,13 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from draftsmith.config import to_dict
 from draftsmith.errors import UserError, first_line
 from draftsmith.files import atomic_folder, atomic_path, read_json, write_json, write_text
 from draftsmith.train.config import TrainConfig
@@ -143,7 +143,7 @@ class RunFolder:
         else:
             keep_until(self.metrics, newest.step)
             self._drop_unfinished()
-        write_json(self.training / "run.json", to_dict(config))
+        write_json(self.training / "run.json", asdict(config))
 
     def keep_data(self, lengths: np.ndarray) -> None:
         """Records the texts of the run, by their lengths [N]: the batches are a function of these.

@@ -4,9 +4,10 @@ whether a run may be continued. Pure and torch-free."""
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
-from draftsmith.config import check_limits, to_dict
+from draftsmith.config import check_limits
 from draftsmith.drafters.config import check_offload, check_shares
 from draftsmith.drafters.options import DrafterOptions, MedusaOptions, MtpOptions, options_of
 from draftsmith.errors import UserError
@@ -191,7 +192,7 @@ def eval_interval(config: TrainConfig, steps: int) -> int:
 def different_from(config: TrainConfig, recorded: dict[str, Any]) -> str | None:
     """The first option, with its old and new value, that makes a continuation another run; None
     when there is none."""
-    now, then = flat(to_dict(config)), flat(recorded)
+    now, then = flat(asdict(config)), flat(recorded)
     for name in sorted((now.keys() | then.keys()) - CONTINUABLE):
         if now.get(name) != then.get(name):
             return f"{name}: {then.get(name)!r} -> {now.get(name)!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ import torch
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
-from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
@@ -262,7 +262,7 @@ def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> No
     best = BestDraft(folder.training).read()
     record: dict[str, Any] = {
         "version": __version__,
-        "config": to_dict(config),
+        "config": asdict(config),
         "data": corpus.provenance(),
         "folders": by_folder(corpus, figures),
         "seed": config.seed,

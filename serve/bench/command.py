@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import httpx
 
 from draftsmith import files
 from draftsmith.client import with_key
-from draftsmith.config import check_limits, command_line, to_dict, without_login
+from draftsmith.config import check_limits, command_line, without_login
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
@@ -273,7 +273,7 @@ def server_arguments(config: BenchConfig, tree: str = CHAIN) -> list[str]:
 
 
 def _public(config: BenchConfig) -> dict[str, Any]:
-    values = {name: value for name, value in to_dict(config).items() if name != "api_key"}
+    values = {name: value for name, value in asdict(config).items() if name != "api_key"}
     return values | {"url": config.url and without_login(config.url)}
 
 

@@ -286,10 +286,6 @@ def _required(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    return dataclasses.asdict(config)
-
-
 def changed(config: Any) -> dict[str, Any]:
     """Options that are not at their defaults, sections as mappings."""
     found = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from shlex import quote
 from time import perf_counter
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.config import TOP, build, merge, read_yaml, to_dict
+from draftsmith.config import TOP, build, merge, read_yaml
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import DrafterOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
@@ -198,10 +199,10 @@ def planned(
 
 
 def overrides(given: DrafterOptions, options: DrafterOptions) -> list[str]:
-    known = to_dict(given)
+    known = asdict(given)
     return [
         f"draft.{name}={json.dumps(value)}"
-        for name, value in to_dict(options).items()
+        for name, value in asdict(options).items()
         if value != known[name]
     ]
 

@@ -135,7 +135,6 @@ class PromptLogprobs:
 
     def __init__(self, server: PatientServer, vocab_size: int, top: int):
         self.server, self.vocab_size, self.top = server, vocab_size, top
-        self._room = threading.BoundedSemaphore(AT_ONCE)
         self.model = server.first_model()
 
     def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
@@ -152,14 +151,12 @@ class PromptLogprobs:
 
     def _found(self, texts: list[list[int]]) -> TopProbs:
         size = min(AT_ONCE, len(texts))  # threads
-        shares = [
-            in_background(partial(self._of_each, texts[first::size])) for first in range(size)
-        ]
+        shares = [in_background(partial(self._of_all, texts[at::size])) for at in range(size)]
         found = [share.result() for share in shares]
         in_order = [found[at % size][at // size] for at in range(len(texts))]
         return TopProbs(*map(torch.cat, zip(*in_order, strict=True)))
 
-    def _of_each(self, texts: Sequence[list[int]]) -> list[TopProbs]:
+    def _of_all(self, texts: Sequence[list[int]]) -> list[TopProbs]:
         return [self._of(text) for text in texts]
 
     def _of(self, text: list[int]) -> TopProbs:
@@ -171,8 +168,7 @@ class PromptLogprobs:
             "prompt_logprobs": self.top,
         }
         try:
-            with self._room:
-                answer = self.server.ask("POST", COMPLETIONS_PATH, body)
+            answer = self.server.ask("POST", COMPLETIONS_PATH, body)
         except Refused as error:
             if error.status != 400:
                 raise

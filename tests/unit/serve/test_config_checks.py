@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import yaml
 
 from draftsmith.commands.arguments import collect, parse, parser_for
-from draftsmith.config import build, to_dict
+from draftsmith.config import build
 from draftsmith.drafters.target.device import device_of
 from draftsmith.errors import UserError
 from draftsmith.serve.command import check
@@ -101,7 +102,7 @@ def test_a_server_is_the_same_by_flags_and_by_a_file(tmp_path):
     config, path = resolve(*words.split()), tmp_path / "serve.yaml"
     assert (config.api_key, config.max_length, config.prefix_cache) == (("x", "y"), 99, False)
     assert config.engine_config().record_taps == 64
-    path.write_text(yaml.safe_dump(to_dict(config)))
+    path.write_text(yaml.safe_dump(asdict(config)))
     assert resolve(str(path)) == config
 
 

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from draftsmith.config import to_dict
 from draftsmith.drafters.options import DraftOptions, Eagle3Options
 from draftsmith.errors import UserError
 from draftsmith.train import resolve
@@ -76,7 +75,7 @@ def test_options_of_the_chosen_family_and_no_other():
 
 def test_a_record_read_back_is_the_same_run_but_for_what_may_change():
     first = config(draft=DraftOptions(taps=(1, 2)), steps=5)
-    recorded = json.loads(json.dumps(to_dict(first)))
+    recorded = json.loads(json.dumps(asdict(first)))
     assert resolve.different_from(first, recorded) is None
     assert (
         resolve.different_from(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from huggingface_hub import ModelCardData, constants, metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from transformers import AutoModelForCausalLM
 
-from draftsmith.config import to_dict
 from draftsmith.drafters import checkpoint
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
@@ -226,7 +226,7 @@ def test_the_card_is_read_at_a_glance_and_by_the_hub(
         data=(str(draft.parent / "answers"),), out=str(draft), optim=OptimConfig(lr=1e-3),
         deepspeed=str(draft / "zero.json"), target_server="http://user:pw@10.0.0.5:8000",
     )  # fmt: skip
-    training = {"steps": 300, "data": data, "config": to_dict(trained)}
+    training = {"steps": 300, "data": data, "config": asdict(trained)}
     set_record(draft, evaluation=found, training=training)
     (draft / "curves.png").write_bytes(b"\x89PNG")
     path = export(draft, to=to) / "README.md"

@@ -7,6 +7,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from draftsmith.commands import generate as generate_command
 from draftsmith.commands.generate import GenerateConfig
-from draftsmith.config import build, to_dict
+from draftsmith.config import build
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.options import DraftOptions, Eagle3Options, MedusaOptions
 from draftsmith.drafters.registry import FAMILIES
@@ -357,9 +358,9 @@ def test_training_from_stored_signals_learns(target, shared, tmp_path, signal):
     if "top_logprobs" in signal:
         wrong = {"divergence": "ce", "out": str(tmp_path / "other")}
         with pytest.raises(UserError, match="needs whole distributions"):
-            run(build(TrainConfig, to_dict(config) | wrong))
+            run(build(TrainConfig, asdict(config) | wrong))
         with pytest.raises(UserError, match="stores distributions of answers alone"):
-            run(build(TrainConfig, to_dict(config) | {"with_prompts": True, "out": str(tmp_path)}))
+            run(build(TrainConfig, asdict(config) | {"with_prompts": True, "out": str(tmp_path)}))
 
 
 @pytest.mark.long
