@@ -90,7 +90,7 @@ def test_folders_that_give_nothing_are_refused(read, target):
 
 
 def test_a_weight_without_a_text_per_epoch_is_refused(read):
-    with pytest.raises(UserError, match="less than one of its 4 texts per epoch; raise it"):
+    with pytest.raises(UserError, match="less than one of its 5 texts per epoch; raise it"):
         read(rows("a", 5, 7), weights="0.1")
 
 
