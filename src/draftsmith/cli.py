@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = COMMANDS.get("".join(words[:1]))
     saves = command is not None and command.saves
-    gives_way = argv is None and command is not None and command.nice > 0
+    nice = command.nice if argv is None and command is not None else 0
     try:
         try:
-            with _given_way(command.nice) if gives_way else nullcontext():
+            with _given_way(nice) if nice else nullcontext():
                 return _dispatch(words)
         finally:
             close_all()
