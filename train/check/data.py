@@ -103,13 +103,15 @@ def check_provenance(provenance: dict[str, Any], target: Target) -> list[Finding
     if provenance.get("template_hash") != template_hash(target.tokenizer().chat_template):
         what = "written with another chat template than the target's"
         findings.append(warn("data.template", what, again))
-    if provenance.get("target_revision") != target.revision:
+    revision = provenance.get("target_revision")  # None: a server does not say its own
+    if revision not in (None, target.revision):
         what = f"written by other weights ({provenance.get('target')!r})"
         findings.append(warn("data.target", what, again))
     if not provenance.get("complete", True):
         mend = "run the same draftsmith generate again to finish it"
         findings.append(warn("data.complete", "the generation was interrupted", mend))
-    what = f"written by this target, its template, T={provenance.get('temperature')}"
+    writer = "a server of this target" if revision is None else "this target"
+    what = f"written by {writer}, its template, T={provenance.get('temperature')}"
     return findings or [ok("data.target", what)]
 
 

@@ -221,6 +221,8 @@ FOREIGN = {"tokenizer_hash": "x", "template_hash": "x", "complete": False}
             {"data.ids": "fail", "data.masks": "warn", "data.length": "warn"},
         ),
         ([Row([5, 6, 7], [True, False, False])] * 2, {}, {"data.masks": "fail", "data.ids": "ok"}),
+        ([Row([5, 6, 7], [False, True, True])], {"target_revision": None}, {"data.target": "ok"}),
+        ([Row([5, 6, 7], [False, True, True])], {"target_revision": "x"}, {"data.target": "warn"}),
         (
             [Row([5, 6, 7], [False, True])] * 2,
             FOREIGN,
