@@ -14,11 +14,10 @@ from draftsmith.config import check_limits
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.learn import learner as learning
-from draftsmith.distill.status import Status, StatusCollector
+from draftsmith.distill.status import Status, StatusCollector, serve_metrics
 from draftsmith.distill.throttle import Throttle, nothing
 from draftsmith.errors import UserError, first_line
 from draftsmith.lock import folder_lock, stopping
-from draftsmith.served_metrics import serve_metrics
 
 
 def run(config: DistillConfig, stop: threading.Event | None = None) -> int:

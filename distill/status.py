@@ -6,16 +6,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from draftsmith import files
 from draftsmith.distill.state import TOTALS
+from draftsmith.errors import UserError
 
 STATUS = "status.json"
 
@@ -103,3 +105,27 @@ class StatusCollector(Collector):
                     )
                 gauges[name].add_metric(labels, float(value))
         yield from gauges.values()
+
+
+class ServedMetrics(NamedTuple):
+    port: int
+    close: Callable[[], None]
+
+
+def serve_metrics(collector: Collector, host: str, port: int) -> ServedMetrics:
+    """Prometheus text on a thread of its own, until `close`. Port 0 finds one."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"the status cannot be served at {host}:{port} ({error}); choose another --status-port"
+        ) from error
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return ServedMetrics(server.server_port, close)

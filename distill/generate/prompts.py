@@ -108,6 +108,10 @@ def _from_rows(
         key = _asked_in(found)
         # Named by what it asks, so that a repeated prompt falls into one part, whatever its answer.
         document = Document(hashlib.sha256(key.encode()).hexdigest()[:16], key)
+        if config.keep_answers and not key and ("completion" in row or "messages" in row):
+            raise UserError(
+                f"{where} holds an answer to an empty prompt; give its prompt, or remove it"
+            )
         if not key or not _wanted(document, config):
             continue
         is_held_out = held_out(document, config.held_out)

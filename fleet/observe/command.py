@@ -14,13 +14,13 @@ from draftsmith.chat_answers import ChatAnswers
 from draftsmith.client import KEEP_ALIVE_S, base_of
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.buffer import BufferWriter
+from draftsmith.distill.status import serve_metrics
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters, ProxyRecorder
 from draftsmith.fleet.observe.proxy import Proxy
 from draftsmith.lock import sigterm_ends
 from draftsmith.progress import say_loading, set_up_logging
-from draftsmith.served_metrics import serve_metrics
 
 logger = logging.getLogger("draftsmith.observe")
 # What a stopping proxy waits for answers that are passing through.

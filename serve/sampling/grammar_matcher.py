@@ -86,7 +86,8 @@ def _refused(grammar: Grammar, reason: str) -> UserError:
 
 
 def _told(reason: str) -> str:
-    told = " ".join(reason.replace("<non-verbose/>", "").split())
+    reason = reason.replace("<non-verbose/>", "").partition("<backtrace>")[0]
+    told = " ".join(reason.split())
     if len(told) > MOST_TOLD:  # what the library quotes comes before what is wrong with it
         told = f"{told[: MOST_TOLD // 2]} ... {told[-MOST_TOLD // 2 :]}"
     return told

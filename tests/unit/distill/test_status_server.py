@@ -12,9 +12,8 @@ import pytest
 
 from draftsmith.client import parse
 from draftsmith.distill.state import TOTALS
-from draftsmith.distill.status import Status, StatusCollector
+from draftsmith.distill.status import Status, StatusCollector, serve_metrics
 from draftsmith.errors import UserError
-from draftsmith.served_metrics import serve_metrics
 
 
 class FullDisk(io.StringIO):

@@ -179,9 +179,19 @@ def test_chats_completions_and_plain_text_keep_their_answers(tmp_path: Path) -> 
     assert kept(tmp_path / "a.jsonl", rows, template="content") == [chat, chat, plain]
 
 
-def test_a_prompt_without_an_answer_has_none_to_keep(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"line 1 of .* holds no answer"):
-        kept(tmp_path / "a.jsonl", [{"prompt": "x"}])
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "x"}, "no answer"),
+        ({"prompt": "", "completion": "x"}, "an answer to an empty prompt"),
+        ({"messages": [CHAT[0] | {"content": ""}, CHAT[1]]}, "an answer to an empty prompt"),
+    ],
+)
+def test_a_prompt_without_an_answer_or_question_has_none_to_keep(
+    tmp_path: Path, row: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UserError, match=f"line 1 of .* holds {says}"):
+        kept(tmp_path / "a.jsonl", [row], template="content")
 
 
 @pytest.mark.parametrize("write", [json.dumps, list])
