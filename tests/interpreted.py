@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,25 +14,50 @@ import torch
 
 
 @contextmanager
-def members_looked_up_once() -> Iterator[None]:
-    """The interpreter looks through all members of `triton.language` for its builtins at each call
-    of each function, which takes longer than most of our kernels at the tests' sizes."""
+def language_patched_once() -> Iterator[None]:
+    """The interpreter replaces `triton.language` at each launch and, without putting it back, at each
+    call of a device function, looks for a type's numpy type in a table made anew, and wraps every
+    tensor's sizes anew; that takes twice as long as the rest at the tests' sizes."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
-    is_builtin, patch_attr = interpreter.tl.core.is_builtin, interpreter._patch_attr
+    patch_lang, numpy_type, scopes = interpreter._patch_lang, interpreter._get_np_dtype, []
+    languages, patched = {id(interpreter.tl), id(interpreter.tl.core)}, set[int]()
 
     @functools.cache
-    def names(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+    def seen_by(fn: Any) -> set[int]:
+        return languages & set(map(id, fn.__globals__.values()))
 
-    def patch_builtin(package: Any, *rest: Any) -> None:
-        for name in names(package):
-            # Within a call it is one no more.
-            if is_builtin(member := getattr(package, name)):
-                patch_attr(package, name, member, *rest)
+    def patch_missing(fn: Any) -> Any:
+        if seen_by(fn) - patched:
+            scopes.append(patch_lang(fn))
+            patched.update(seen_by(fn))
+        return interpreter._LangPatchScope()
+
+    known: dict[str, np.dtype] = {}
+
+    def known_type(kind: Any) -> np.dtype:
+        if (found := known.get(kind.name)) is None:
+            found = known[kind.name] = numpy_type(kind)
+        return found
+
+    tensor = interpreter.tl.tensor
+    whole, sizes = tensor.__init__, dict[str, tuple[Any, Any]]()
+
+    def with_known_sizes(self: Any, handle: Any, kind: Any) -> None:
+        if kind.name not in sizes:
+            whole(self, handle, kind)
+            sizes[kind.name] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = sizes[kind.name]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
-        yield
+        patch.setattr(tensor, "__init__", with_known_sizes)
+        patch.setattr(interpreter, "_patch_lang", patch_missing)
+        patch.setattr(interpreter, "_get_np_dtype", known_type)
+        try:
+            yield
+        finally:
+            while scopes:
+                scopes.pop().restore()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.interpreted import members_looked_up_once
+from tests.interpreted import language_patched_once
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreted_faster() -> Iterator[None]:
-    with nullcontext() if os.environ["TRITON_INTERPRET"] == "0" else members_looked_up_once():
+    with nullcontext() if os.environ["TRITON_INTERPRET"] == "0" else language_patched_once():
         yield
 
 

@@ -17,9 +17,10 @@ from draftsmith.drafters.target.packed_pass import PackedPass
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES
-from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
+from draftsmith.kernels.attention.pool import TreeLayout
 from draftsmith.kernels.products.few_rows import MOST_ROWS, FewRows
 from draftsmith.kernels.products.row_steps import row_steps
+from tests.paged_texts import read_two
 
 pytestmark = pytest.mark.skipif(row_steps(torch.float32) is None, reason="there is no C++ compiler")
 TAPS = (0, 2, 4)
@@ -27,8 +28,19 @@ TAPS = (0, 2, 4)
 
 @pytest.fixture(scope="module")
 def llama(tiny_target) -> Target:
-    """For tests that leave it as it is."""
+    """For tests that leave its weights as they are."""
     return made(tiny_target, "llama")
+
+
+@pytest.fixture
+def written(llama) -> Iterator[Target]:
+    """For tests that write its weights."""
+    weights = [weight.detach().clone() for weight in llama.model.parameters()]
+    yield llama
+    with torch.no_grad():
+        for weight, own in zip(llama.model.parameters(), weights, strict=True):
+            weight.copy_(own)
+    llama.refresh()
 
 
 def made(tiny_target, architecture: str, dtype: torch.dtype = torch.float32) -> Target:
@@ -68,24 +80,6 @@ def counted(target: Target, monkeypatch) -> Iterator[list[bool]]:
         yield taken
 
 
-def passes(target: Target, counts: list[tuple[int, int]]) -> tuple[list[torch.Tensor], PagedPool]:
-    """Logits and taps of every pass over two texts in blocks out of order, and the pool."""
-    pool = target.new_pool(num_blocks=32, block_size=4)
-    tables = torch.randperm(32, generator=torch.Generator().manual_seed(1)).view(2, 16)
-    texts = torch.randint(3, target.vocab_size, (2, 64), generator=torch.Generator().manual_seed(2))
-    done, found = [0, 0], []
-    for count in counts:
-        rows = [row for row in range(2) if count[row]]
-        parts = [torch.arange(done[row], done[row] + count[row]) for row in rows]
-        ids = torch.cat([texts[row, part] for row, part in zip(rows, parts)])
-        positions = torch.cat(parts)
-        context = PagedPass(pool, tables[rows], positions, torch.tensor([len(p) for p in parts]))
-        output = target.forward(ids[None], positions[None], context, torch.arange(len(ids)), TAPS)
-        found += [output.logits, output.taps]
-        done = [one + two for one, two in zip(done, count)]
-    return found, pool
-
-
 PASSES = [(5, 9), (1, 1), (4, 2), (1, 0), (0, 8), (3, 3)]
 
 
@@ -96,16 +90,15 @@ PASSES = [(5, 9), (1, 1), (4, 2), (1, 0), (0, 8), (3, 3)]
 def test_one_call_gives_the_bits_of_many(tiny_target, architecture, dtype, monkeypatch):
     target = made(tiny_target, architecture, dtype)
     with counted(target, monkeypatch) as taken:
-        found, pool = passes(target, PASSES)
+        found = read_two(target, PASSES, TAPS).everything
     assert taken == [True] * len(PASSES)
     with one_by_one(target):
-        expected, other_pool = passes(target, PASSES)
+        expected = read_two(target, PASSES, TAPS).everything
     if architecture == "llama":
         # Two norms, four products, one of them gated, two rotations, attention and two sums; before
         # them rows of the embedding and of both tables of angles, one norm behind.
         assert len(body(target)._one_call.calls.calls) == 3 + 11 * target.num_layers + 1
-    kept, others = ([*one.keys, *one.values] for one in (pool, other_pool))
-    for one, other in zip([*found, *kept], [*expected, *others], strict=True):
+    for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     # What an earlier pass gave is not written again: all of it was compared after the last one.
     assert not torch.equal(found[2], found[6])
@@ -147,21 +140,21 @@ def test_rows_with_more_queries_than_share_a_key_are_replayed(llama, monkeypatch
     group = body(target)._one_call.most_group
     longest = MOST_QUERIES // group
     with counted(target, monkeypatch) as taken:
-        passes(target, [(longest, 1), (longest + 1, 1)])
+        read_two(target, [(longest, 1), (longest + 1, 1)])
     assert taken == [True, False]
 
 
-def test_weights_written_in_place_count_after_a_refresh(tiny_target):
-    target = made(tiny_target, "llama")
-    before, _ = passes(target, [(3, 0)])
+def test_weights_written_in_place_count_after_a_refresh(written):
+    target = written
+    (before, *_) = read_two(target, [(3, 0)]).everything
     with torch.no_grad():
         for weight in target.model.model.layers.parameters():
             weight.mul_(1.5)
     target.refresh()
-    found, _ = passes(target, [(3, 0)])
+    (found, *_) = read_two(target, [(3, 0)]).everything
     with one_by_one(target):
-        expected, _ = passes(target, [(3, 0)])
-    assert torch.equal(found[0], expected[0]) and not torch.equal(found[0], before[0])
+        (expected, *_) = read_two(target, [(3, 0)]).everything
+    assert torch.equal(found, expected) and not torch.equal(found, before)
 
 
 @torch.no_grad()
@@ -176,12 +169,13 @@ def test_a_token_behind_its_blocks_is_an_error(llama):
 
 
 @torch.no_grad()
-def test_angles_are_made_as_far_as_positions_go(tiny_target, monkeypatch):
+def test_angles_are_made_as_far_as_positions_go(llama):
     """Behind the first tables, whatever the ids; an id outside the vocabulary is an error."""
-    target = made(tiny_target, "llama")
+    target = llama
     tables, last = body(target)._one_call._tables, target.vocab_size - 1
-    pool, table, one = target.new_pool(80, 4), torch.arange(80)[None], torch.tensor([1])
-    for position, rows in ((255, 256), (256, 512), (300, 512)):
+    first = len(tables.tables[0])
+    pool, table, one = target.new_pool(first, 4), torch.arange(first)[None], torch.tensor([1])
+    for position, rows in ((first - 1, first), (first, 2 * first), (first + 44, 2 * first)):
         found = [
             target.paged(torch.tensor([[last]]), torch.tensor([[position]]), context).final
             for context in (
@@ -194,13 +188,13 @@ def test_angles_are_made_as_far_as_positions_go(tiny_target, monkeypatch):
     with pytest.raises(IndexError, match="outside the vocabulary"):
         strange, position = torch.tensor([[last + 1]]), torch.tensor([3])
         target.paged(strange, position[None], PagedPass(pool, table, position, one))
-    assert len(tables.tables[0]) == 512
+    assert len(tables.tables[0]) == 2 * first
 
 
 @torch.no_grad()
-def test_what_a_call_reads_lives_until_it_ends(tiny_target):
+def test_what_a_call_reads_lives_until_it_ends(written):
     """Another thread makes tables longer and lays weights out again meanwhile."""
-    target = made(tiny_target, "llama")
+    target = written
     one, position = body(target)._one_call, torch.tensor([5])
 
     def final() -> torch.Tensor:
@@ -219,7 +213,7 @@ def test_what_a_call_reads_lives_until_it_ends(tiny_target):
             if weight.ndim == 2:
                 weight.mul_(1.5)
         target.refresh()
-        one.reach(1000)
+        one.reach(len(one._tables.tables[0]))
         assert None not in [held() for held in read]
         return run(*arguments)
 
@@ -230,21 +224,21 @@ def test_what_a_call_reads_lives_until_it_ends(tiny_target):
 
 
 @torch.no_grad()
-def test_tables_that_another_thread_has_made_longer_are_taken(tiny_target):
-    target = made(tiny_target, "llama")
-    one, position = body(target)._one_call, torch.tensor([300])
-    run = one.calls._function
+def test_tables_that_another_thread_has_made_longer_are_taken(llama):
+    target, one = llama, body(llama)._one_call
+    first, run = len(one._tables.tables[0]), one.calls._function
+    position = torch.tensor([first + 44])
 
     def late(*arguments):
         outcome = run(*arguments)
-        one.reach(300)
+        one.reach(first + 44)
         return outcome
 
-    pool, table = target.new_pool(80, 4), torch.arange(80)[None]
+    pool, table = target.new_pool(first, 4), torch.arange(first)[None]
     context = PagedPass(pool, table, position, torch.tensor([1]))
     one.calls._function = late
     found = target.paged(torch.tensor([[5]]), position[None], context).final
-    assert len(one._tables.tables[0]) == 512 and run is one.calls._function
+    assert len(one._tables.tables[0]) == 2 * first and run is one.calls._function
     again = target.paged(torch.tensor([[5]]), position[None], context).final
     assert torch.equal(found, again)
 

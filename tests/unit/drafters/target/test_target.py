@@ -14,6 +14,7 @@ from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
+from tests.paged_texts import read_two
 
 ARCHITECTURES = [
     "llama",
@@ -51,57 +52,26 @@ def texts(target: Target) -> list[torch.Tensor]:
     ]
 
 
-def paged_in_chunks(
-    target: Target, rows: list[torch.Tensor], taps: tuple[int, ...], sizes: list[tuple[int, ...]]
-):
-    """Feeds the rows side by side, `sizes[pass][row]` tokens at a time, through blocks that are not
-    in order."""
-    pool = target.new_pool(num_blocks=16, block_size=4)
-    tables = torch.randperm(16, generator=torch.Generator().manual_seed(2)).view(2, 8)
-    done, logits, states = [0, 0], [[], []], [[], []]
-    for counts in sizes:
-        alive = [row for row in range(2) if counts[row]]
-        parts = [torch.arange(done[row], done[row] + counts[row]) for row in alive]
-        positions = torch.cat(parts)
-        ids = torch.cat([rows[row][part] for row, part in zip(alive, parts)])
-        context = PagedPass(
-            pool, tables[alive], positions, torch.tensor([len(part) for part in parts])
-        )
-        output = target.forward(ids[None], positions[None], context, torch.arange(len(ids)), taps)
-        for row, part, part_logits, part_taps in zip(
-            alive,
-            parts,
-            output.logits.split([len(p) for p in parts]),
-            output.taps.split([len(p) for p in parts]),
-        ):
-            logits[row].append(part_logits)
-            states[row].append(part_taps)
-            done[row] += len(part)
-    assert done == list(LENGTHS)
-    return [torch.cat(row) for row in logits], [torch.cat(row) for row in states]
-
-
 @torch.no_grad()
 def test_paged_forward_in_odd_chunks_is_the_plain_forward(pair):
     target, eager = pair
-    rows = texts(target)
-    taps = (0, 1, 3, FINAL)
-    logits, states = paged_in_chunks(
-        target, rows, taps, [(7, 2), (1, 5), (9, 0), (0, 9), (5, 1), (1, 0)]
-    )
-    for row, ids in enumerate(rows):
-        expected = eager(ids[None], output_hidden_states=True, use_cache=False)
-        torch.testing.assert_close(logits[row], expected.logits[0], **CLOSE)
+    counts = [(7, 2), (1, 5), (9, 0), (0, 9), (5, 1), (1, 0)]
+    read = read_two(target, counts, (0, 1, 3, FINAL))
+    for row, length in enumerate(LENGTHS):
+        logits, states = read.of_row(row)
+        expected = eager(
+            read.texts[row : row + 1, :length], output_hidden_states=True, use_cache=False
+        )
+        torch.testing.assert_close(logits, expected.logits[0], **CLOSE)
         hidden = torch.cat([expected.hidden_states[k][0] for k in (0, 1, 3, -1)], dim=-1)
-        torch.testing.assert_close(states[row], hidden, **CLOSE)
+        torch.testing.assert_close(states, hidden, **CLOSE)
 
 
 @torch.no_grad()
 def test_a_pass_with_gradients_on_records_none(pair):
-    target, _ = pair
     with torch.enable_grad():
-        logits, _ = paged_in_chunks(target, texts(target), (0,), [LENGTHS])
-    assert not logits[0].requires_grad
+        (output,) = read_two(pair[0], [LENGTHS]).outputs
+    assert not output.logits.requires_grad
 
 
 def test_a_wrong_block_table_is_noticed(pair):
@@ -224,11 +194,6 @@ def test_sampled_answers_obey_their_filter(tiny_target):
         .tolist()
     )
     assert first == set(best)
-
-
-def test_missing_folder_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match="there is no folder"):
-        Target.load(tmp_path / "absent")
 
 
 def test_a_model_that_lacks_a_weight_is_refused(tiny_target, tmp_path):
