@@ -1,4 +1,4 @@
-"""Draft trees seen whole, for tests: ancestors, prefixes, form, and the exact test of siblings;
+"""Draft trees seen whole, for tests: prefixes, form, and the exact test of siblings;
 chains verified as trees."""
 
 from __future__ import annotations
@@ -29,25 +29,15 @@ def verify_as_tree(
     verify: Callable[..., TreeVerdict] = verify_tree,
     **options: str,
 ) -> TreeVerdict:
-    """Of chains: every node has one child."""
+    """Of chains: every node has one child. Parents and rows of distributions beyond the lengths,
+    which nobody may read, are junk."""
+    beyond = torch.arange(drafts.shape[1], device=p.device) >= lengths[:, None]
     rows = torch.arange(drafts.numel(), device=p.device).view(drafts.shape)
-    q_rows = torch.nn.functional.pad(rows, (0, 1), value=-1)
+    q_rows = torch.nn.functional.pad(rows.masked_fill(beyond, 2**62), (0, 1), value=2**62)
     told = (None, None) if q is None else (q.flatten(0, 1), q_rows)
-    return verify(p, chain_tree(drafts, lengths), *told, *streams, **options)
-
-
-def ancestor_bits(tree: DraftTree) -> torch.Tensor:
-    """Nodes that each node may see, [B, N] int64. Bit 0 is the last committed token, bit i + 1 node
-    i; a node has its own bit.
-
-    0 beyond a row's nodes.
-    """
-    bits = torch.zeros_like(tree.parents)
-    for row, length in enumerate(tree.lengths.tolist()):
-        for node, parent in enumerate(tree.parents[row, :length].tolist()):
-            above = 1 if parent < 0 else int(bits[row, parent])
-            bits[row, node] = above | 1 << node + 1
-    return bits
+    tree = chain_tree(drafts, lengths)
+    tree = tree._replace(parents=tree.parents.masked_fill(beyond, 2**62))
+    return verify(p, tree, *told, *streams, **options)
 
 
 def slot_prefixes(tree: DraftTree) -> list[list[list[int]]]:

@@ -18,7 +18,6 @@ import torch
 
 from draftsmith.drafters.text.ngram import find
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.residual import accepts
@@ -117,33 +116,6 @@ def test_vllm_penalties(verify: Verify) -> None:
     assert verdict.tokens.tolist() == [[1, 15, -1, -1], [7, -1, -1, -1], [1, 1, 15, -1]]
 
 
-def narrow_rounds(way: str, rows: int) -> tuple[torch.Tensor, Verdict]:
-    """vLLM's setting: 16 tokens, q = softmax(-target logits), sampled by our own noise, three
-    drafts a round."""
-    target = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
-    seeds, positions = torch.arange(rows), torch.full((rows,), 11)
-    noise = round_seeds(seeds, positions)
-    q = -target[:3]
-    drafts = torch.stack(
-        [sample(q[i].expand(rows, 16), noise, positions + i, Purpose.DRAFT) for i in range(3)],
-        dim=1,
-    )
-    verdict = WAYS[way](
-        target.repeat(rows, 1),
-        drafts,
-        torch.full((rows,), 3),
-        q.expand(rows, 3, 16),
-        seeds,
-        positions,
-    )
-    return target, verdict
-
-
-def test_vllm_blocks_keep_at_least_as_much() -> None:
-    kept = {way: narrow_rounds(way, 60_000)[1].accepted.float().mean().item() for way in WAYS}
-    assert kept["block"] > kept["chain"] and kept["tree"] == pytest.approx(kept["chain"], abs=0.01)
-
-
 SGLANG_NODES = {
     # Their candidate 0 is the last committed token. Nodes in the order of their tests: [candidate,
     # parent node].
@@ -193,14 +165,6 @@ def test_flashinfer_docstring(verify: Verify) -> None:
         ]
 
 
-def test_top_k_then_top_p_is_sequential() -> None:
-    """.35 + .25 + .20 is .80 of everything, but .941 of the four tokens that top-k left: three
-    stay."""
-    probs = torch.tensor([[0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03]])
-    kept = process(probs.log(), SamplingRows.of([1.0], top_k=[4], top_p=[0.82])) > -math.inf
-    assert kept.tolist() == [[True] * 3 + [False] * 6]
-
-
 @pytest.mark.parametrize(
     "text, min_n, max_n, k, expected",
     [
@@ -234,30 +198,6 @@ def test_u_of_zero_keeps_nothing_impossible() -> None:
     assert accepts(nothing, some, some)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="only interpreted kernels can be given another uniform"
-)
-@pytest.mark.parametrize("way", WAYS)
-def test_u_of_zero_keeps_nothing_impossible_in_triton(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows: token without mass in p, in q, in neither; the last one is kept, as u = 0 keeps
-    whatever is possible."""
-    from triton.language import float64
-
-    from draftsmith.kernels.verify import block_triton as verify_block_triton
-    from draftsmith.kernels.verify import chain_triton as verify_triton
-    from draftsmith.kernels.verify import tree_triton as verify_tree_triton
-
-    for module in (verify_triton, verify_block_triton, verify_tree_triton):
-        monkeypatch.setattr(module, "uniform", lambda key, number: (key - key).to(float64))
-    p, q = torch.zeros(6, 9), torch.zeros(3, 1, 9)
-    p[0, 4], q[1, 0, 4] = -math.inf, -math.inf
-    everyone = torch.arange(3)
-    verdict = WAYS[way](p, ids([4], [4], [4]), ids(1, 1, 1), q, everyone, everyone, impl="triton")
-    assert verdict.accepted.tolist() == [0, 0, 1]
-
-
 def test_all_but_one_masked(verify: Verify) -> None:
     """V = 4099 is no multiple of any block."""
     size = 4099
@@ -272,29 +212,3 @@ def test_all_but_one_masked(verify: Verify) -> None:
         [4097, 11, 4098]
     ]
     assert verify(p, ids([5, 11]), ids(2), None, ids(1), ids(0)).tokens.tolist() == [[4097, -1, -1]]
-
-
-def test_top_k_of_one_is_greedy(verify: Verify) -> None:
-    logits = torch.randn(12, 30, generator=torch.Generator().manual_seed(6))
-    one = process(logits, SamplingRows.of([0.9] * 12, top_k=[1] * 12))
-    drafts = logits.argmax(-1).view(4, 3)[:, :2].clone()
-    drafts[1, 1], drafts[2, 0] = 0, 1
-    arguments = drafts, torch.full((4,), 2), None, torch.arange(4), torch.arange(4)
-    assert torch.equal(verify(one, *arguments).tokens, verify(greedy(logits), *arguments).tokens)
-
-
-def test_no_residual_mass_and_rows_without_drafts(verify: Verify) -> None:
-    """p = q keeps everything; rows with k = 0 between others draw a bonus token."""
-    distributions = torch.randn(3, 21, generator=torch.Generator().manual_seed(7))
-    seeds = torch.arange(4)
-    drafts = torch.stack(
-        [sample(distributions[i].expand(4, 21), seeds, seeds + i, Purpose.DRAFT) for i in range(2)],
-        dim=1,
-    )
-    p = torch.cat([distributions, distributions[:1], distributions, distributions[:1]])
-    verdict = verify(p, drafts, ids(2, 0, 2, 0), distributions[:2].expand(4, 2, 21), seeds, seeds)
-    assert verdict.accepted.tolist() == [2, 0, 2, 0]
-    assert torch.equal(
-        verdict.tokens[1::2, 0],
-        sample(distributions[:1].expand(2, 21), seeds[1::2], seeds[1::2], Purpose.BONUS),
-    )

@@ -1,5 +1,5 @@
 """Real vocabularies on a CUDA device: the compiled kernels against the references, and their
-distribution over a million rounds."""
+distribution as the audit has it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from draftsmith.kernels.sampling.random_streams import (
     sample_without_replacement,
     uniform,
 )
-from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.tree import verify_tree
@@ -131,29 +130,6 @@ def test_tree_verification_equals_the_reference(
     )
     assert (ours.tokens != reference.tokens).any(dim=1).sum() <= 1
     assert (ours.nodes[:, 0] > 0).any(), "a later sibling is kept somewhere"
-
-
-@pytest.mark.long
-def test_a_tree_leaves_the_target_distribution_over_a_million_rounds() -> None:
-    rows, size, width = 1_000_000, 7, 3
-    generator = torch.Generator(CUDA).manual_seed(0)
-    p, q = 1.5 * torch.randn(2, 1, size, generator=generator, device=CUDA)
-    seeds, positions = torch.arange(rows, device=CUDA), torch.full((rows,), 3, device=CUDA)
-    drafts = sample_without_replacement(
-        q.expand(rows, size), seeds, positions, Purpose.DRAFT, width
-    )
-    tree = DraftTree(drafts, torch.full_like(drafts, -1), torch.full_like(seeds, width))
-    q_rows = torch.tensor([0, -1, -1, -1], device=CUDA).expand(rows, 4)
-    verdict = verify_tree(
-        p.expand(rows * 4, size), tree, q, q_rows, seeds, positions, impl="triton"
-    )
-    counts = torch.bincount(verdict.tokens[:, 0], minlength=size).cpu()
-    assert g_test(counts, p[0].softmax(-1).cpu()).p_value > 1e-9
-    told_wrong = verify_tree(
-        p.expand(rows * 4, size), tree, q / 1.2, q_rows, seeds, positions, impl="triton"
-    )
-    counts = torch.bincount(told_wrong.tokens[:, 0], minlength=size).cpu()
-    assert g_test(counts, p[0].softmax(-1).cpu()).p_value < 1e-9
 
 
 def test_streams_are_the_cpus() -> None:

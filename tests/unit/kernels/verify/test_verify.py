@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample
+from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
+from draftsmith.kernels.verify.residual import log_distribution
 from draftsmith.kernels.verify.tree import verify_tree
-from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
-from tests.draft_trees import verify_as_tree
+from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, Verdict
+from tests.draft_trees import sibling_distribution, verify_as_tree
 
 Verify = Callable[..., Verdict]
 
@@ -140,10 +142,9 @@ def test_rows_without_drafts_and_an_empty_batch(verify: Verify) -> None:
     assert verify(torch.zeros(0, 9), *empty).tokens.shape == (0, 4)
 
 
-@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 130), (torch.float16, 45)])
-def test_narrow_and_strided_logits_are_read_as_they_are(
-    verify: Verify, dtype: torch.dtype, size: int
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_and_strided_logits_are_read_as_they_are(verify: Verify, dtype: torch.dtype) -> None:
+    size = 45
     p, drafts, lengths, q, seeds, positions = random_rounds(28, 3, 2, size)
     p, q = p.to(dtype), q.to(dtype)
     wide_p = torch.zeros(len(p), size + 15, dtype=dtype)
@@ -186,6 +187,54 @@ def test_deterministic_drafts_are_one_hot_distributions(verify: Verify, way: str
     assert torch.equal(found.tokens, chain.tokens)
 
 
+def test_blocks_keep_more_than_chains() -> None:
+    arguments = random_rounds(3, 2000, 3, 16)
+    chain, block = (one(*arguments).accepted.float().mean() for one in (chain_torch, block_torch))
+    assert block > 1.01 * chain
+
+
+# What lies beyond a row's length
+
+
+def test_nothing_beyond_the_lengths_is_read(verify: Verify, way: str) -> None:
+    """Neither token ids nor distributions, nor parents, of which `verify_as_tree` makes junk there.
+    The control: the same poison one place earlier is seen."""
+    p, drafts, lengths, q, *streams = random_rounds(34, 6, 3, 21)
+    places = torch.arange(3)
+    for told in (q,) if "block" in way else (q, None):
+
+        def poisoned(begin: torch.Tensor, token: int, told: torch.Tensor | None = told) -> Verdict:
+            at = places >= begin[:, None]
+            if told is not None:
+                told = torch.where(at[..., None], math.nan, told)
+            return verify(p, torch.where(at, token, drafts), lengths, told, *streams)
+
+        clean = verify(p, drafts, lengths, told, *streams)
+        for token in (2**62, -(10**6)) if told is not None else (2**62,):
+            assert torch.equal(poisoned(lengths, token).tokens, clean.tokens)
+        if told is not None:
+            assert not torch.equal(poisoned(lengths - 1, -1).tokens, clean.tokens)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("rule", [verify_chain, verify_block], ids=["chain", "block"])
+def test_rows_of_logits_behind_the_drafts_are_not_read(
+    rule: Verify, impl: str, device: torch.device
+) -> None:
+    """Where the pass was laid out before it was known how much would be drafted."""
+    p, *rest = random_rounds(34, 6, 3, 21)
+    lengths, places = rest[1], torch.arange(4)
+    sizes = (lengths + 1).clamp(max=3)
+    read = (places <= lengths[:, None])[places <= sizes[:, None]]
+    wide = torch.full((len(read), 21), math.nan)
+    wide[read] = p
+    rest = [part.to(device) for part in rest]
+    expected = rule(p.to(device), *rest, impl=impl)
+    found = rule(wide.to(device), *rest, impl=impl, sizes=sizes.to(device))
+    assert found.accepted.tolist() == expected.accepted.tolist() and found.accepted.any()
+    assert found.tokens.tolist() == expected.tokens.tolist()
+
+
 # Chains
 
 
@@ -223,3 +272,88 @@ def test_an_impossible_implementation_raises() -> None:
     arguments = torch.zeros(1, 4), ids().view(1, 0), ids(0), None, ids(0), ids(0)
     with pytest.raises(ValueError, match="'cuda-please'"):
         verify_chain(*arguments, impl="cuda-please")
+
+
+# Large logits, which low temperatures and offsets make: the acceptance test is exact to the rounding
+# of a distribution, not of a logit. A float32 near 1250 has a grid of 1.2e-4. Uniforms are picked
+# that miss their threshold by less, and float64 says what is right.
+
+
+SIZE, FIRST, SECOND = 33, 3, 20
+NEAREST, FARTHEST = 5e-6, 5e-5  # of u / threshold - 1
+
+
+class Close(NamedTuple):
+    seeds: torch.Tensor  # [B], whose uniforms nearly meet the threshold
+    below: torch.Tensor  # [B] bool, on which side
+
+
+def distributions(offset: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two distributions [1, V] with thresholds between 0 and 1 at `FIRST` and `SECOND`, so that
+    either child may be kept."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(1, SIZE, generator=generator) + offset for _ in range(2))
+    q[0, [FIRST, SECOND]] = torch.tensor([3.0, 2.5]) + offset
+    p[0, [FIRST, SECOND]] = torch.tensor([2.0, 2.2]) + offset
+    return p, q
+
+
+@cache
+def close(*thresholds: float) -> Close:
+    """Seeds whose last uniform nearly meets the last threshold, and whose earlier ones lie above
+    theirs."""
+    seeds = torch.arange(2_000_000)
+    here = torch.zeros_like(seeds)
+    *earlier, last = thresholds
+    for number, threshold in enumerate(earlier):
+        above = uniform(seeds, here, Purpose.ACCEPT, here + number) > threshold + 1e-3
+        seeds, here = seeds[above], here[above]
+    distance = uniform(seeds, here, Purpose.ACCEPT, here + len(earlier)) / last - 1
+    chosen = ((distance.abs() > NEAREST) & (distance.abs() < FARTHEST)).nonzero()[:20, 0]
+    return Close(seeds[chosen], distance[chosen] < 0)
+
+
+def check_both_sides(given: Close) -> None:
+    assert len(given.seeds) >= 10 and given.below.any() and not given.below.all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("way", ["chain", "block", "without q", "tree"])
+def test_the_first_test_is_exact(way: str, impl: str, device: torch.device) -> None:
+    p, q = distributions(1250.0)
+    probs_p, probs_q = log_distribution(p.double()).exp(), log_distribution(q.double()).exp()
+    threshold = float(probs_p[0, FIRST] / (1 if way == "without q" else probs_q[0, FIRST]))
+    given = close(threshold)
+    check_both_sides(given)
+    rows = len(given.seeds)
+    seeds, zeros = given.seeds.to(device), torch.zeros(rows, dtype=torch.int64, device=device)
+    both, drafts, lengths = (
+        p.to(device).expand(2 * rows, -1),
+        torch.full_like(zeros, FIRST)[:, None],
+        zeros + 1,
+    )
+    told = None if way == "without q" else q.to(device).expand(rows, 1, SIZE)
+    verify = {"block": verify_block, "tree": verify_as_tree}.get(way, verify_chain)
+    verdict = verify(both, drafts, lengths, told, seeds, zeros, impl=impl)
+    assert torch.equal(verdict.accepted.cpu() == 1, given.below)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_later_siblings_test_is_exact(impl: str, device: torch.device) -> None:
+    p, q = distributions(1250.0)
+    keep = sibling_distribution(
+        log_distribution(p.double())[0],
+        log_distribution(q.double())[0],
+        torch.tensor([FIRST, SECOND]),
+    ).keep.tolist()
+    given = close(*keep)
+    check_both_sides(given)
+    rows = len(given.seeds)
+    seeds, zeros = given.seeds.to(device), torch.zeros(rows, dtype=torch.int64, device=device)
+    tokens = torch.tensor([FIRST, SECOND], device=device).expand(rows, 2)
+    q_rows = torch.tensor([0, -1, -1], device=device).expand(rows, 3)
+    tree = DraftTree(tokens, torch.full_like(tokens, -1), zeros + 2)
+    verdict = verify_tree(
+        p.to(device).expand(3 * rows, -1), tree, q.to(device), q_rows, seeds, zeros, impl=impl
+    )
+    assert torch.equal(verdict.nodes[:, 0].cpu() == 1, given.below)

@@ -1,5 +1,5 @@
-"""Tree verification: joint distributions by G-tests, edge cases; on the reference and on the Triton
-kernels."""
+"""Tree verification: edge cases on the reference and on the Triton kernels. Joint distributions are
+those of serve/audit/test_exhaustive_kernels.py and test_audit_kernels.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
 from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy
-from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict
+from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, ancestors, depths, paths
+from tests.draft_trees import slot_prefixes
 
 Verify = Callable[..., TreeVerdict]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture
@@ -50,32 +52,6 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Joint distributions
-
-
-def drawn_trees(
-    p: torch.Tensor, q: torch.Tensor, width: int, rows: int, seed: int = 0
-) -> tuple[object, ...]:
-    """Two levels of `width` children everywhere over a Markov pair p, q [V + 1, V] (the last row is
-    the start)."""
-    size = q.shape[1]
-    seeds, positions = torch.arange(rows) + seed, torch.full((rows,), 7)
-    start = torch.full((rows,), size)
-    first = sample_without_replacement(q[start], seeds, positions, Purpose.DRAFT, width)
-    second = [
-        sample_without_replacement(q[first[:, i]], seeds, positions + 1, Purpose.DRAFT, width)
-        for i in range(width)
-    ]
-    tokens = torch.cat([first, *second], dim=1)
-    parents = torch.tensor([-1] * width + [i for i in range(width) for _ in range(width)]).expand(
-        rows, -1
-    )
-    states = torch.cat([start[:, None], tokens], dim=1)
-    tree = DraftTree(tokens, parents, torch.full((rows,), tokens.shape[1]))
-    q_rows = torch.where(torch.arange(states.shape[1]) <= width, states, -1)
-    return p[states.flatten()], tree, q, q_rows, seeds, positions
-
-
 def pair_counts(tokens: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Counts of the first two tokens over the target's joint distribution; where one was emitted,
     the target adds the second."""
@@ -85,60 +61,6 @@ def pair_counts(tokens: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, to
     second = torch.where(tokens[:, 1] < 0, added, tokens[:, 1])
     joint = p[size].softmax(-1)[:, None] * p[:size].softmax(-1)
     return torch.bincount(tokens[:, 0] * size + second, minlength=size * size), joint.flatten()
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_a_tree_with_true_q_leaves_the_joint_distribution(width: int) -> None:
-    p, q = normal(4, 7, 6, scale=1.5), normal(5, 7, 6, scale=1.5)
-    arguments = drawn_trees(p, q, width, 40_000)
-    verdict = verify_tree(*arguments)
-    assert g_test(*pair_counts(verdict.tokens, p)).p_value > FALSE_ALARM
-    assert 0.1 < (verdict.accepted == 2).float().mean() < 0.9
-    told_wrong = verify_tree(*arguments[:2], q / 1.5, *arguments[3:])
-    assert g_test(*pair_counts(told_wrong.tokens, p)).p_value < FALSE_ALARM, (
-        "a draft distribution that is not the drawn one is seen"
-    )
-
-
-def test_siblings_told_as_without_replacement_in_the_wrong_order_are_seen() -> None:
-    """The order of the tests is the order of the draws; sorting siblings by probability afterwards
-    biases."""
-    p, q = normal(4, 7, 6, scale=1.5), normal(5, 7, 6, scale=1.5)
-    p_logits, tree, *others = drawn_trees(p, q, 3, 40_000)
-    likely_last = q[6][tree.tokens[:, :3]].argsort(dim=1)
-    order = torch.cat([likely_last, torch.arange(3, 12).expand(len(likely_last), 9)], dim=1)
-    tokens = tree.tokens.gather(1, order)
-    parents = torch.cat(
-        [tree.parents[:, :3], likely_last.argsort(dim=1).repeat_interleave(3, dim=1)], dim=1
-    )
-    slots = torch.cat([torch.zeros(len(order), 1, dtype=torch.int64), order + 1], dim=1)
-    p_logits = (
-        p_logits.view(len(order), 13, -1)
-        .gather(1, slots[..., None].expand(-1, -1, 6))
-        .flatten(0, 1)
-    )
-    others[1] = others[1].gather(1, slots)
-    verdict = verify_tree(p_logits, DraftTree(tokens, parents, tree.lengths), *others)
-    assert g_test(*pair_counts(verdict.tokens, p)).p_value < FALSE_ALARM
-
-
-def test_a_deterministic_tree_leaves_the_joint_distribution() -> None:
-    p, rows = normal(6, 7, 6, scale=1.5), 40_000
-    tree = DraftTree(
-        *(
-            t.expand(rows, *t.shape)
-            for t in (ids(2, 0, 5, 1, 1, 3), ids(-1, -1, 0, 0, 0, 1), torch.tensor(6))
-        )
-    )
-    states = torch.cat([torch.full((rows, 1), 6), tree.tokens], dim=1)
-    arguments = torch.arange(rows), torch.full((rows,), 3)
-    verdict = verify_tree(p[states.flatten()], tree, None, None, *arguments)
-    assert g_test(*pair_counts(verdict.tokens, p)).p_value > FALSE_ALARM
-    shifted = verify_tree(p[states.flatten()].roll(1, 0), tree, None, None, *arguments)
-    assert g_test(*pair_counts(shifted.tokens, p)).p_value < FALSE_ALARM
-
-
-# Single rounds
 
 
 def random_trees(
@@ -201,6 +123,19 @@ def test_triton_decides_as_the_reference(
     assert (reference.accepted > 0).any() and (reference.accepted < tree.lengths.to(device)).any()
 
 
+def test_nodes_that_hang_nowhere_are_passed_over(verify: Verify) -> None:
+    """Rows padded to one length with nodes under -2 and logits that are none."""
+    p, tree, q, q_rows, *streams = random_trees(5, 4, 5, 21)
+    rows = torch.full((4, 6, 21), math.nan)
+    rows[torch.arange(6) <= tree.lengths[:, None]] = p
+    beyond = torch.arange(5) >= tree.lengths[:, None]
+    parents = tree.parents.masked_fill(beyond, -2)
+    padded = DraftTree(tree.tokens, parents, torch.full_like(tree.lengths, 5))
+    for told in ((q, q_rows), (None, None)):
+        expected = verify(p, tree, *told, *streams)
+        same(verify(rows.flatten(0, 1), padded, *told, *streams), expected)
+
+
 def test_children_that_could_not_have_been_drawn_are_passed_over(verify: Verify) -> None:
     """Repeats, placeholders and tokens without mass in q change neither the path nor the token that
     follows, only its node."""
@@ -259,10 +194,8 @@ def test_a_last_sibling_of_next_to_no_mass(verify: Verify) -> None:
     assert (verdict.tokens[verdict.accepted == 0, 0] == 2).all() and (verdict.accepted == 0).any()
 
 
-@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 130), (torch.float16, 45)])
-def test_narrow_and_strided_logits_are_read_as_they_are(
-    verify: Verify, dtype: torch.dtype, size: int
-) -> None:
+def test_narrow_and_strided_logits_are_read_as_they_are(verify: Verify) -> None:
+    dtype, size = torch.bfloat16, 45
     p, tree, q, *others = random_trees(39, 3, 5, size)
     p, q = p.to(dtype), q.to(dtype)
     wide_p, wide_q = (
@@ -356,8 +289,11 @@ def test_siblings_drawn_with_replacement_are_welcome() -> None:
     tree = DraftTree(drafts, torch.full((rows, 3), -1), torch.full((rows,), 3))
     states = torch.cat([start[:, None], drafts], dim=1)
     q_rows = torch.where(torch.arange(4) == 0, states, -1)
-    verdict = verify_tree(p[states.flatten()], tree, q, q_rows, seeds, positions)
+    arguments = q_rows, seeds, positions
+    verdict = verify_tree(p[states.flatten()], tree, q, *arguments)
     assert g_test(*pair_counts(verdict.tokens, p)).p_value > FALSE_ALARM
+    told_wrong = verify_tree(p[states.flatten()], tree, q / 1.5, *arguments)
+    assert g_test(*pair_counts(told_wrong.tokens, p)).p_value < FALSE_ALARM
 
 
 @st.composite
@@ -394,3 +330,58 @@ def test_greedy_trees_are_decided_as_those_of_one_hot_distributions(
         moved = DraftTree(*(part.to(DEVICE) for part in tree))
         found = verify_tree_greedy(logits.to(DEVICE), moved)
         assert [part.tolist() for part in found] == [part.tolist() for part in expected]
+
+
+# The form of a tree
+
+
+def rows(*values: list[int]) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def test_a_node_that_hangs_nowhere_has_itself_alone() -> None:
+    tree = DraftTree(
+        rows([5, 6, 7, 8], [1, 2, 99, 99]),
+        rows([-1, 0, -2, 1], [-1, -1, 99, -99]),
+        torch.tensor([4, 2]),
+    )
+    assert depths(tree).tolist() == [[0, 1, -1, 2], [0, 0, -1, -1]]
+    assert ancestors(tree).tolist() == [[0b11, 0b111, 0b1000, 0b10111], [0b11, 0b101, 8, 16]]
+    none = -1
+    assert paths(tree).tolist() == [
+        [
+            [none] * 4,
+            [5, none, none, none],
+            [5, 6, none, none],
+            [none, none, 7, none],
+            [5, 6, none, 8],
+        ],
+        [
+            [none] * 4,
+            [1, none, none, none],
+            [none, 2, none, none],
+            [none, none, 99, none],
+            [none, none, none, 99],
+        ],
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, MAX_NODES).flatmap(
+        lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))
+    )
+)
+def test_depths_and_bits_follow_the_parents(parents: tuple[int, ...]) -> None:
+    tree = DraftTree(
+        torch.zeros(1, len(parents), dtype=torch.int64),
+        rows(list(parents)),
+        torch.tensor([len(parents)]),
+    )
+    deep: list[int] = []
+    bits: list[int] = []
+    for node, parent in enumerate(parents):
+        deep.append(0 if parent < 0 else deep[parent] + 1)
+        bits.append((1 if parent < 0 else bits[parent]) | 1 << node + 1)
+    assert depths(tree).tolist() == [deep] and ancestors(tree).tolist() == [bits]
+    assert [len(prefix) for prefix in slot_prefixes(tree)[0]] == [0, *(depth + 1 for depth in deep)]
