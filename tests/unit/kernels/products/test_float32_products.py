@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.kernels.measured import Choices
@@ -16,10 +17,12 @@ from draftsmith.kernels.products.float32_products import (
     KERNEL,
     LEAST_ROWS,
     MOST_WIDTH,
+    NARROW,
     choose,
     faster_linears,
     is_faster,
     multiply,
+    widened,
 )
 
 ROWS = LEAST_ROWS + 5
@@ -180,3 +183,23 @@ def test_other_devices_get_an_empty_context(everywhere: None) -> None:
     assert not isinstance(faster_linears(CPU), nullcontext)
     for name in ("cuda", "meta"):
         assert isinstance(faster_linears(torch.device(name)), nullcontext)
+
+
+# Narrow types
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("biased", [True, False])
+def test_sums_are_rounded_once(dtype: torch.dtype, biased: bool) -> None:
+    rows, weight = normal(2, ROWS, 96).to(dtype), normal(40, 96).to(dtype)
+    bias = normal(40).to(dtype) if biased else None
+    exact = linear(rows.double(), weight.double(), None if bias is None else bias.double())
+    found = widened(rows, weight, bias)
+    assert found.dtype == dtype and found.shape == (2, ROWS, 40)
+    step = torch.finfo(dtype).eps / 2
+    assert ((found.double() - exact).abs() <= exact.abs() * step + 1e-4).all()
+
+
+def test_passes_in_the_type_itself_go_on_under_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert isinstance(faster_linears(CPU, torch.bfloat16), nullcontext)
