@@ -18,7 +18,7 @@ from draftsmith.distill.generate.answers import (
     check_processes,
     joined,
 )
-from draftsmith.distill.generate.prompts import Prompt, columns_of, temperatures
+from draftsmith.distill.generate.prompts import columns_of, temperatures
 from draftsmith.distill.generate.self_prompts import check_self_prompts, write_prompts
 from draftsmith.distill.generate.steps import (
     NewAnswers,
@@ -33,10 +33,12 @@ from draftsmith.distill.generate.steps import (
 from draftsmith.distill.generate.writers import TargetWriter
 from draftsmith.errors import UserError
 from draftsmith.lock import folder_lock
+from draftsmith.prompts.sources import check_source
 
 
 def run(config: GenerateOptions, new_answers: NewAnswers) -> int:
     check(config)
+    check_source(config.prompts)  # before a model is loaded
     with joined() as processes, _alone(config, processes):
         return _run(config, new_answers, processes)
 
@@ -65,7 +67,7 @@ def _run(config: GenerateOptions, new_answers: NewAnswers, processes: Processes)
     layout = None
     if config.store_taps is not None:
         layout = layout_of(config, reference.loaded())
-        check_room(config.out, layout, most_tokens(config, prompts))
+        check_room(config.out, layout, sum(len(prompt.ids) + room for prompt in prompts))
     longest = max(len(prompt.ids) for prompt in prompts) + room
     writer, origin = new_writer(config, reference, new_answers, longest)
     folder = processes.leader_first(
@@ -100,13 +102,6 @@ def _run(config: GenerateOptions, new_answers: NewAnswers, processes: Processes)
             file=sys.stderr,
         )
     return 0
-
-
-def most_tokens(config: GenerateOptions, prompts: list[Prompt]) -> int:
-    """Upper bound of the tokens of the texts to come, whose answers may end early."""
-    return sum(
-        len(prompt.ids) + (0 if config.keep_answers else config.max_tokens) for prompt in prompts
-    )
 
 
 def check(config: GenerateOptions) -> None:

@@ -54,24 +54,26 @@ def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, Row]]
             placed = itertools.chain.from_iterable(map(_rows_of, _files_of(path, split)))
     elif os.path.exists(source):
         placed = _rows_of(path, split)
-    elif _is_a_path(source):
-        raise UserError(
-            f"prompts {source!r} do not exist; give a file, a folder, a data set, "
-            f"{' or '.join(CORPORA)}"
-        )
     else:
+        check_source(source)
         placed = _normalised(_dataset(source, split))
     for where, row in placed:
         check_characters(row, where)
         yield where, row
 
 
-def _is_a_path(name: str) -> bool:
-    return (
+def check_source(name: str) -> None:
+    """Raises a `UserError` for a path, as its form says, that nothing is at."""
+    is_a_path = (
         _kind(Path(name)) in {*PLAIN, *TABLES, *PARQUET, *JSON}
         or name.startswith((".", "/", "~"))
         or name.count("/") > 1
     )
+    if is_a_path and not os.path.exists(name):
+        raise UserError(
+            f"prompts {name!r} do not exist; give a file, a folder, a data set, "
+            f"{' or '.join(CORPORA)}"
+        )
 
 
 def _kind(path: Path) -> str:
