@@ -4,9 +4,7 @@ fetched into the user's cache; none is shipped."""
 from __future__ import annotations
 
 import hashlib
-import http.client
 import sys
-import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
@@ -178,6 +176,9 @@ def _in_folder(file: Published, suite: Suite, folder: Path) -> Path:
 
 
 def _fetch(file: Published, path: Path) -> None:
+    import http.client  # late, as both take a fifth of the time of `--help`
+    import urllib.request
+
     try:
         with urllib.request.urlopen(file.url, timeout=WAIT_S) as response:
             content = response.read()
