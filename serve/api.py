@@ -94,11 +94,9 @@ class Engine:
 
     def __repr__(self) -> str:
         engine, target = self._loop.engine, self.target
-        k = "auto" if engine.config.adaptive else engine.config.k
-        drafts = "no draft" if engine.drafter is None else f"{engine.drafter.family} draft, k={k}"
         ended = "" if self._loop.healthy else ", closed"
         where = f"{name_of(target.dtype)} on {target.device}"
-        return f"<Engine of {target.name!r}: {where}, {drafts}{ended}>"
+        return f"<Engine of {target.name!r}: {where}, {engine.drafts}{ended}>"
 
     def generate(
         self, prompts: Prompts, params: Params = None, *, adapter: str = ""

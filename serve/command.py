@@ -115,7 +115,8 @@ def http_server(app: FastAPI, server: Server, listener: socket.socket) -> HttpSe
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        log.info("serving %r on %s (dashboard: %s/dashboard)", server.model, url, url)
+        told = f"{server.loop.engine.drafts}; dashboard: {url}/dashboard"
+        log.info("serving %r on %s (%s)", server.model, url, told)
         yield
 
     app.router.lifespan_context = lifespan

@@ -126,6 +126,12 @@ class EngineCore:
         return self.draft.drafter
 
     @property
+    def drafts(self) -> str:
+        """Phrase that says what drafts."""
+        k = "auto" if self.config.adaptive else self.config.k
+        return "no draft" if self.drafter is None else f"{self.drafter.family} draft, k={k}"
+
+    @property
     def max_draft_depth(self) -> int:
         """Most drafted tokens that a round may keep, unless a request asks for more; 0 without a
         drafter."""
