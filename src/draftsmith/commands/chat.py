@@ -42,13 +42,17 @@ def run(config: ChatConfig) -> int:
     headers, url = bearer(config.api_key), base_of(config.url)
     waits = httpx.Timeout(WAIT_S, connect=CONNECT_S)
     with httpx.Client(base_url=url, headers=headers, timeout=waits) as http:
+        # A server that loads its models answers afterwards.
+        print(f"asking {url} for its models", flush=True)
         try:
             data = http.get("/v1/models").raise_for_status().json()["data"] or ()
             listed = [one for one in data if isinstance(one, dict)]
             model = config.model or listed[0]["id"]
         except (httpx.HTTPError, KeyError, IndexError, TypeError, ValueError) as error:
             why = first_line(error)
-            raise UserError(f"{url} lists no models ({why}); check --url and --api-key") from error
+            raise UserError(
+                f"{url} lists no models ({why}); check --url, --api-key and that the server runs"
+            ) from error
         # Another server may refuse a field of ours.
         is_ours = any(one.get("owned_by") == "draftsmith" for one in listed)
         extra: dict[str, Any] = {"speculation": {"report": True}} if is_ours else {}

@@ -196,5 +196,6 @@ def test_a_server_that_lists_none_is_one_sentence(
 
 def test_a_server_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9"]) == 2
-    said = capsys.readouterr().err
+    told, said = capsys.readouterr()
+    assert told == "asking http://127.0.0.1:9 for its models\n"
     assert said.count("\n") == 1 and "lists no models" in said and "check --url" in said
