@@ -258,7 +258,7 @@ def test_without_replacement_ends_with_the_mass() -> None:
 def test_the_seed_of_a_round_shares_nothing_with_the_requests_streams() -> None:
     seeds, positions = grid(1, 1)
     rounds = round_seeds(seeds, positions)
-    assert len(rounds.unique()) == COUNT
+    assert len(rounds.unique()) == len(round_seeds(seeds[:1], positions).unique()) == COUNT
     for purpose in (Purpose.DRAFT, Purpose.ACCEPT):
         own, fresh = uniform(seeds, positions, purpose), uniform(rounds, positions, purpose)
         assert together(own, fresh) > FALSE_ALARM
