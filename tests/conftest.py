@@ -514,7 +514,10 @@ class OwnCode:
 
 
 def merge_json(file: Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    """What is None is taken away."""
+    kept = {key: one for key, one in json.loads(file.read_text()).items() if key not in values}
+    more = {key: one for key, one in values.items() if one is not None}
+    file.write_text(json.dumps(kept | more))
 
 
 @pytest.fixture

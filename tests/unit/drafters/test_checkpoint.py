@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,42 +13,19 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.interface import TrainedDrafter
-from draftsmith.drafters.options import (
-    DflashOptions,
-    DraftLmOptions,
-    DsparkOptions,
-    Eagle1Options,
-    Eagle3Options,
-    MedusaOptions,
-    MlpOptions,
-    MtpOptions,
-    PeagleOptions,
-)
-from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.weights import safe_files, weight_files
 from draftsmith.errors import UserError
+from tests.small_drafts import small_draft
 
-KINDS = {
-    "eagle3": Eagle3Options(draft_vocab_size=100),
-    "p-eagle": PeagleOptions(num_hidden_layers=2, draft_vocab_size=100, mask_token=5),
-    "mtp": MtpOptions(),
-    "draft-lm": DraftLmOptions(num_layers=1),
-    "eagle1": Eagle1Options(),
-    "medusa": MedusaOptions(num_heads=2, num_layers=2),
-    "mlp": MlpOptions(num_predict=3),
-    "dflash": DflashOptions(causal=False),
-    "dspark": DsparkOptions(markov_rank=4),
-}
+KINDS = (
+    "eagle3 subset", "p-eagle subset", "mtp", "draft-lm", "eagle1", "medusa", "mlp",
+    "dflash, seeing all", "dspark",
+)  # fmt: skip
 
 
-def make(family: str, target: Target):
-    return FAMILIES[family].create(
-        KINDS[family], target, seed=0, token_counts=torch.arange(target.vocab_size)
-    )
-
-
-def save(family: str, target: Target, folder: Path) -> tuple[TrainedDrafter, Path]:
-    drafter = make(family, target)
+def save(kind: str, target: Target, folder: Path) -> tuple[TrainedDrafter, Path]:
+    drafter = small_draft(kind, target)
     checkpoint.save(drafter, folder, target, training={"steps": 3}, evaluation={"tau": 2.0})
     return drafter, folder
 
@@ -151,7 +129,7 @@ def test_saving_nan_is_refused(saved, target, tmp_path):
 
 @pytest.mark.parametrize("family", ["eagle3", "mtp"])
 def test_missing_and_misshapen_weights(family, target, tmp_path):
-    checkpoint.save(make(family, target), tmp_path, target)
+    checkpoint.save(small_draft(family, target), tmp_path, target)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     save_file({name: tensor for name, tensor in tensors.items() if name != "norm.weight"}, path)
@@ -198,6 +176,60 @@ def test_unknown_family(folder, target):
         checkpoint.load(folder, target)
 
 
-def test_missing_folder(target, tmp_path):
-    with pytest.raises(UserError, match=r"there is no folder .*; check the path of the draft"):
-        checkpoint.load(tmp_path / "absent", target)
+# Files of weights
+
+
+SHARDS = {"a": "one.safetensors", "b": "two.safetensors"}
+INDEX = "model.safetensors.index.json"
+
+
+def folder_of(root: Path, *names: str, index: Any = SHARDS, index_name: str = INDEX) -> Path:
+    for name in names:
+        content = json.dumps({"weight_map": index}) if name == index_name else ""
+        (root / name).write_text(content)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("names", "index_name", "found"),
+    [
+        (("model.safetensors", "pytorch_model.bin"), INDEX, ["model.safetensors"]),
+        (("pytorch_model.bin", INDEX), INDEX, ["one.safetensors", "two.safetensors"]),
+        (
+            ("model.safetensors", "pytorch_model.bin.index.json"),
+            "pytorch_model.bin.index.json",
+            ["model.safetensors"],
+        ),
+        (("medusa_lm_head.pt",), INDEX, ["medusa_lm_head.pt"]),
+        ((), INDEX, ["model.safetensors"]),
+    ],
+)
+def test_of_several_forms_it_is_safetensors(
+    names: tuple[str, ...], index_name: str, found: list[str], tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path, *names, index_name=index_name)
+    assert [path.name for path in weight_files(folder)] == found
+
+
+@pytest.mark.parametrize(
+    "index", [{}, [], None, {"a": ["x"]}, {"a": 5}, {"a": "../x.safetensors"}, {"a": "/x"}]
+)
+def test_an_index_of_other_than_files_of_its_folder_is_refused(index: Any, tmp_path: Path) -> None:
+    folder_of(tmp_path, INDEX, index=index)
+    with pytest.raises(UserError, match="names no files of its folder; restore the file"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (("pytorch_model.bin",), "model.safetensors"),
+        ((), "model.safetensors"),
+        ((INDEX, "one.safetensors"), "two.safetensors"),
+    ],
+)
+def test_single_tensors_are_read_from_safetensors_alone(
+    names: tuple[str, ...], missing: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=f"lacks {missing}; fetch or save the model again"):
+        safe_files(folder_of(tmp_path, *names))

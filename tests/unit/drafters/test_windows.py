@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.drafters.draft_shape import windows_config, windows_in
+from draftsmith.drafters.draft_shape import rope_of, windows_config, windows_in
 from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
@@ -77,18 +77,29 @@ def test_windows_stand_in_a_config_as_vllm_reads_them() -> None:
         windows_in({"num_hidden_layers": 1, "layer_types": ["sliding_attention"]})
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "reason"),
-    [("draft-lm", {"window": 4, "target_layers": (0, 1)}, "starts from")],
-)
-def test_windows_that_cannot_be_are_refused(
-    family: str, options: dict[str, Any], reason: str, target: Target
+def test_layers_of_the_target_have_no_window(
+    target: Target, tiny_target: Callable[..., str]
 ) -> None:
-    with pytest.raises(UserError, match=reason):
-        FAMILIES[family].create(OPTIONS[family](**options), target, seed=0)
-
-
-def test_modules_of_the_targets_own_layers_have_no_window(tiny_target: Callable[..., str]) -> None:
-    target = Target.load(tiny_target("ernie4_5_moe"))
+    with pytest.raises(UserError, match="starts from"):
+        options = OPTIONS["draft-lm"](window=4, target_layers=(0, 1))
+        FAMILIES["draft-lm"].create(options, target, seed=0)
     with pytest.raises(UserError, match=r"'draft.window' is 4 .* layers of its own"):
-        FAMILIES["mtp"].create(OPTIONS["mtp"](window=4), target, seed=0)
+        other = Target.load(tiny_target("ernie4_5_moe"))
+        FAMILIES["mtp"].create(OPTIONS["mtp"](window=4), other, seed=0)
+
+
+# Rotary embeddings
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_older_files_name_the_rotary_embedding_otherwise(config: dict[str, Any]) -> None:
+    found = rope_of(config)
+    assert found["rope_theta"] == 5e5 and found["rope_scaling"]["factor"] == 2.0
+    assert rope_of({"rope_theta": 5e5}) == {"rope_theta": 5e5, "rope_scaling": None}

@@ -110,7 +110,7 @@ def as_of_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_unroll, "BAND", 16)
 
 
-@pytest.fixture(params=["fused", "flex", "dense", "recomputed"])
+@pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "flex":
         use_flex(monkeypatch)
@@ -138,15 +138,20 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
 
 
 @pytest.mark.parametrize(
-    "own_context, window",
-    [(True, 20), *(pytest.param(False, one, marks=pytest.mark.long) for one in (None, 2))],
+    "own_context, packed, window",
+    [
+        (True, True, 20),
+        pytest.param(True, False, 20, marks=pytest.mark.long),
+        pytest.param(False, True, None, marks=pytest.mark.long),
+        pytest.param(False, False, 2, marks=pytest.mark.long),
+    ],
 )
 def test_flex_attention_gives_those_of_a_dense_mask(
-    own_context: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+    own_context: bool, packed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_flex(monkeypatch)
-    check(states(80, 45, own_context=own_context), SEGMENTS, 45, window, causal=True)
-    check(states(80, 0, own_context=own_context), None, 0, window, causal=True)
+    segments, first = (SEGMENTS, 45) if packed else (None, 0)
+    check(states(80, first, own_context=own_context), segments, first, window, causal=True)
 
 
 @pytest.mark.gpu
@@ -172,12 +177,20 @@ def test_compiled_flex_attention_gives_those_of_a_dense_mask(
     assert len(asked) == 3 + own_context
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(
+    "way, window",
+    [("fused", None), ("fused", 20), ("flex", 20), ("dense", 20), ("recomputed", None)],
+    indirect=["way"],
+)
 def test_blocks_may_see_all_of_themselves(window: int | None, way: None) -> None:
     check(states(80, 37, own_context=False), SEGMENTS, 37, window, causal=False)
 
 
-@pytest.mark.parametrize("value_width", [4, 12])
+@pytest.mark.parametrize(
+    "way, value_width",
+    [("fused", 4), ("fused", 12), ("flex", 12), ("dense", 4), ("recomputed", 12)],
+    indirect=["way"],
+)
 def test_values_may_be_of_another_width(value_width: int, way: None) -> None:
     made = states(80, 1, own_context=True, value_width=value_width)
     check(made, SEGMENTS, 1, None, causal=True)

@@ -16,6 +16,7 @@ from draftsmith.drafters.options import DflashOptions, DsparkOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from tests.conftest import merge_json
 from tests.first_rounds import first_round
 from tests.noise import noisy
 from tests.published_drafts import MASK_TOKEN, TAPPED, block_states
@@ -95,12 +96,8 @@ def folder(target, tmp_path):
 
 
 def reconfigure(folder, nested: dict | None = None, **values) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config |= values
-    config["dflash_config"] |= nested or {}
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if value is not None})
-    )
+    inner = json.loads((folder / "config.json").read_text())["dflash_config"]
+    merge_json(folder / "config.json", values | {"dflash_config": inner | (nested or {})})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ as published."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.filters import SamplingRows
+from tests.conftest import merge_json
 from tests.first_rounds import first_round
 from tests.unrolled import unroll_batch, unrolled_logits
 
@@ -151,11 +151,6 @@ def folder(native_target: Find, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def with_config(folder: Path, **changed: object) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | changed))
-
-
 def with_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -172,7 +167,7 @@ def in_fp8(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: with_config(folder, num_nextn_predict_layers=2), "holds no model.layers.3.eh_proj"),
+        (lambda folder: merge_json(folder / "config.json", {"num_nextn_predict_layers": 2}), "holds no model.layers.3.eh_proj"),
         (lambda folder: with_tensors(folder, lambda one: one.pop(f"{MODULE}eh_proj.weight")), "holds no model.layers.2.eh_proj"),
         (lambda folder: with_tensors(folder, lambda one: one.pop(EXPERT)), "1.up_proj.weight' of the MTP module is missing"),
         (lambda folder: with_tensors(folder, in_fp8), "is stored as FP8 without its"),

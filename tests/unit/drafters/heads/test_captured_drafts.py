@@ -17,7 +17,7 @@ from tests.first_rounds import first_round
 from tests.noise import noisy
 from tests.small_drafts import small_draft
 
-KINDS = ("eagle3", "eagle3 subset", "eagle1", "mtp", "draft-lm")
+KINDS = ("eagle3 subset", "eagle1", "mtp", "draft-lm")
 ROWS, K = 3, 4
 
 

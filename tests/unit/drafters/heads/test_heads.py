@@ -3,7 +3,6 @@ start, q is what was drawn."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +24,9 @@ TARGET_DTYPE = torch.float64
 LENGTH = 150  # more than one chunk of the unroll
 BLOCK = 4
 EACH = [kind for kind in KINDS if kind not in ("p-eagle", "dflash, seeing all")]
+# For what no window of a draft has a part in.
+WHOLE = [kind for kind in EACH if not kind.endswith(("window", "narrow"))]
+whole = pytest.mark.parametrize("drafter", WHOLE, indirect=True)
 
 
 @pytest.fixture(scope="module", params=EACH)
@@ -39,6 +41,7 @@ def text(target) -> list[int]:
     ).tolist()
 
 
+@whole
 def test_the_target_is_no_part_of_the_draft(drafter, target):
     """Drafters hold their target as a plain attribute: saving, casting and training
     leave it out."""
@@ -93,6 +96,7 @@ def test_unrolling_is_drafting(drafter, target, text):
         assert_unrolls_as_drafted(drafter, target, text[:anchor], proposal)
 
 
+@whole
 def test_the_depth_matters_to_heads_alone(drafter, target, text):
     """The comparison above can fail: a head that has drafted for two steps is not one that has seen
     true states throughout."""
@@ -153,6 +157,7 @@ def test_padding_changes_nothing(drafter, target, text):
         torch.testing.assert_close(padded.hidden[1, : len(valid)][valid], single.hidden[0][valid])
 
 
+@whole
 def test_gradients_reach_every_parameter(drafter, target, text):
     steps = list(drafter.unroll(unroll_batch(drafter, target, torch.tensor([text[:30]]), 5)))
     total = sum(
@@ -217,6 +222,7 @@ def test_catch_up_alone_writes_the_cache(drafter, target, text):
     torch.testing.assert_close(later.logits, fresh.logits, atol=1e-5, rtol=1e-5)
 
 
+@whole
 def test_greedy_rows_take_the_best_token(drafter, target, text):
     proposal = propose(drafter, target, [text[:25]], [3], temperature=0.0)
     drafted = proposal.tokens[0].tolist()
@@ -225,6 +231,7 @@ def test_greedy_rows_take_the_best_token(drafter, target, text):
     assert proposal.logits is None  # a one-hot distribution
 
 
+@whole
 @torch.no_grad()
 def test_a_greedy_row_among_sampled_ones_has_a_one_hot_distribution(drafter, target, text):
     inputs = inputs_for(drafter, target, [text[:25], text[:20]], [3, 3])
@@ -251,6 +258,7 @@ def first_token_statistic(drawn: torch.Tensor, distribution: torch.Tensor) -> fl
     return float((statistic - freedom) / (2 * freedom) ** 0.5)
 
 
+@whole
 @torch.no_grad()
 def test_q_is_the_distribution_of_the_drawn_tokens(drafter, target, text):
     """Tokens over many seeds follow the returned logits (T = 0.8, top-k 12); the same test rejects
@@ -274,6 +282,7 @@ def test_q_is_the_distribution_of_the_drawn_tokens(drafter, target, text):
         assert first_token_statistic(drawn, wrong / wrong.sum()) > 4
 
 
+@whole
 def test_seeds_and_positions_decide_the_draft(drafter, target, text):
     same, other = (
         propose(drafter, target, [text[:8]] * 2, [4, 4], seeds=seeds) for seeds in ([5, 5], [5, 6])
@@ -282,6 +291,7 @@ def test_seeds_and_positions_decide_the_draft(drafter, target, text):
     assert other.tokens[0].tolist() == same.tokens[0].tolist() != other.tokens[1].tolist()
 
 
+@whole
 @torch.no_grad()
 def test_weights_of_nan_give_a_distribution_without_mass(drafter, target, text):
     """The engine sees that the distribution has no mass at the drawn token and falls back; nothing
@@ -298,43 +308,27 @@ def test_weights_of_nan_give_a_distribution_without_mass(drafter, target, text):
     assert not torch.isfinite(drawn).any()
 
 
-def test_inputs_are_left_alone(drafter, target, text):
-    inputs = inputs_for(drafter, target, [text[:8]], [3])
-    before = replace(
-        inputs,
-        tokens=inputs.tokens.clone(),
-        starts=inputs.starts.clone(),
-        lengths=inputs.lengths.clone(),
-    )
-    drafter.propose(inputs)
-    for name in ("tokens", "starts", "lengths"):
-        assert torch.equal(getattr(inputs, name), getattr(before, name))
-
-
-@pytest.mark.parametrize(
-    ("kind", "arch"), zip(EACH, itertools.cycle(["llama", "gemma2", "gpt_neox", "qwen3_moe"]))
-)
-def test_half_precision_on_other_targets(tiny_target, kind, arch):
+@pytest.mark.parametrize("place, arch", enumerate(["llama", "gemma2", "gpt_neox", "qwen3_moe"]))
+def test_half_precision_on_other_targets(tiny_target, place, arch):
     """bfloat16 throughout, as on an accelerator: distributions stay float32 and what was drawn has
     mass."""
     half = Target.load(tiny_target(arch), dtype=torch.bfloat16)
-    family, options = KINDS[kind]
-    drafter = FAMILIES[family].create(
-        options, half, seed=0, token_counts=torch.ones(half.vocab_size).long()
-    )
-    drafter = drafter.to(device=half.device, dtype=torch.bfloat16).eval()
-    rows = [list(range(5, 14)), list(range(40, 45))]
-    proposal = propose(drafter, half, rows, [3, 2])
-    assert proposal.lengths.tolist() == [3, 2] and proposal.logits.dtype == torch.float32
-    drawn = proposal.logits.gather(2, proposal.tokens.clamp(min=0)[..., None])[..., 0]
-    assert torch.isfinite(drawn[proposal.tokens >= 0]).all()
+    counts = torch.ones(half.vocab_size).long()
+    for family, options in (KINDS[kind] for kind in WHOLE[place::4]):
+        drafter = FAMILIES[family].create(options, half, seed=0, token_counts=counts)
+        drafter = drafter.to(device=half.device, dtype=torch.bfloat16).eval()
+        rows = [list(range(5, 14)), list(range(40, 45))]
+        proposal = propose(drafter, half, rows, [3, 2])
+        assert proposal.lengths.tolist() == [3, 2] and proposal.logits.dtype == torch.float32
+        drawn = proposal.logits.gather(2, proposal.tokens.clamp(min=0)[..., None])[..., 0]
+        assert torch.isfinite(drawn[proposal.tokens >= 0]).all()
 
 
 def test_autocast_trains_close_to_float32(tiny_target, text):
     """bfloat16 autocast over float32 weights, as the trainer runs it."""
     target = Target.load(tiny_target("llama"), dtype=torch.float32)
     ids = torch.tensor([text[:60]])
-    for family, options in (KINDS[kind] for kind in EACH):
+    for family, options in (KINDS[kind] for kind in WHOLE):
         made = FAMILIES[family].create(
             options, target, seed=0, token_counts=torch.ones(target.vocab_size).long()
         )
@@ -345,3 +339,14 @@ def test_autocast_trains_close_to_float32(tiny_target, text):
         sum(hidden.float().pow(2).sum() for hidden in rough).backward()
         for one, other in zip(exact, rough):
             assert (one - other.float()).pow(2).mean() < 0.02 * one.pow(2).mean()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp", "p-eagle", "dflash", "dspark"])
+def test_rotary_frequencies_follow_the_draft_and_keep_their_digits(kind, target):
+    draft = small_draft(kind, target)
+    (rotary,), before = draft._rotary, draft._rotary[0].inv_freq.clone()
+    draft.to(torch.bfloat16)
+    assert torch.equal(rotary.inv_freq, before) and rotary.inv_freq.dtype == torch.float32
+    assert not any("inv_freq" in name for name in draft.state_dict())
+    draft.to("meta")
+    assert {one.device.type for one in rotary.buffers()} == {"meta"}

@@ -3,8 +3,6 @@ pass a round, and its files."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -16,6 +14,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.sampling.filters import SamplingRows, process
+from tests.conftest import merge_json
 from tests.first_rounds import first_round
 from tests.noise import noisy
 from tests.unrolled import unroll_batch
@@ -102,13 +101,6 @@ def folder(target, tmp_path):
     return tmp_path
 
 
-def reconfigure(folder, **values) -> None:
-    config = json.loads((folder / "config.json").read_text()) | values
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if value is not None})
-    )
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -119,7 +111,7 @@ def reconfigure(folder, **values) -> None:
     ],
 )
 def test_drafts_of_other_trainers_are_known_by_their_config(change, folder, target):
-    reconfigure(folder, **change)
+    merge_json(folder / "config.json", change)
     loaded = checkpoint.load(folder, target)
     assert isinstance(loaded, Peagle) and loaded.mask_token == MASK
 
@@ -129,6 +121,6 @@ def test_drafts_of_other_trainers_are_known_by_their_config(change, folder, targ
     [({"mask_token_id": None}, "'mask_token_id'"), ({"mask_token_id": 288}, "'mask_token' is 288")],
 )
 def test_what_cannot_be_served_is_refused(change, words, folder, target):
-    reconfigure(folder, **change)
+    merge_json(folder / "config.json", change)
     with pytest.raises(UserError, match=words):
         checkpoint.load(folder, target)

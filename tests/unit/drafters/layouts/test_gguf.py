@@ -3,8 +3,10 @@ sentence."""
 
 from __future__ import annotations
 
+import shutil
 import zipfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,15 +35,19 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def written(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[[str], Path]:
+@pytest.fixture(scope="module")
+def written(
+    tiny_target: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """`written("llama")` is the GGUF file of that tiny target."""
 
+    @cache
     def file(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind)
         target = Target.load(tiny_target(kind), dtype=torch.float32)
         drafter = FAMILIES["draft-lm"].create(DraftLmOptions(target_layers=(0, 3)), target, seed=0)
-        checkpoint.save(drafter, tmp_path / "draft", target)
-        out, draft = tmp_path / "out", str(tmp_path / "draft")
+        checkpoint.save(drafter, folder / "draft", target)
+        out, draft = folder / "out", str(folder / "draft")
         run(ExportConfig(draft=draft, to="gguf", out=str(out), with_target=True))
         return out / TARGET
 
@@ -75,12 +81,15 @@ def read_dtype(file: Path) -> torch.dtype:
 
 
 def test_a_file_is_converted_once_and_another_one_anew(
-    written: Callable[[str], Path], own_cache: Path, capsys: pytest.CaptureFixture[str]
+    written: Callable[[str], Path],
+    tmp_path: Path,
+    own_cache: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = written("llama")
+    file = Path(shutil.copy(written("llama"), tmp_path))  # which no other test has read
     first = model_folder(file)
     assert f"dequantising {TARGET} once, into {first}\n" in capsys.readouterr().err
-    again = file.with_name("again") / "model.gguf"
+    again = tmp_path / "again" / "model.gguf"
     again.parent.mkdir()
     again.write_bytes(file.read_bytes())
     assert model_folder(file) == first and model_folder(again.parent) != first

@@ -22,8 +22,6 @@ from draftsmith.drafters.options import OPTIONS, Eagle3Options, MedusaOptions, M
 from draftsmith.drafters.registry import FAMILIES, family_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.train.check.doctor import run as doctor
-from draftsmith.train.config import DoctorConfig
 
 Find = Callable[..., str]
 
@@ -208,15 +206,3 @@ def test_pickled_weights_run_no_code(
     with pytest.raises(UserError, match="hold more than tensors or are damaged") as caught:
         checkpoint.load(folder, target)
     assert "\n" not in str(caught.value) and not (tmp_path / "dropped").exists()
-
-
-def test_doctor_shows_a_draft_that_cannot_be_read(
-    whole: dict[str, Path], tiny_target: Find, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "draft"
-    shutil.copytree(whole["eagle3"], folder)
-    values = json.loads((folder / "config.json").read_text())
-    write(folder, values | {"num_attention_heads": 0})
-    assert doctor(DoctorConfig(target=tiny_target("llama"), draft=str(folder))) == 1
-    shown = capsys.readouterr().out
-    assert "fail  draft.loads" in shown and "ZeroDivisionError" in shown

@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions, LoraOptions
+from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from tests.unrolled import unroll_batch
 
 
 def logits(drafter: DraftLm, ids: torch.Tensor) -> torch.Tensor:
@@ -147,3 +149,46 @@ def test_cached_positions(target):
     # After position 9, four were drafted and the first three of them read: 10, 11, 12.
     assert [drafter.cached_after(9, 4, accepted) for accepted in range(5)] == [10, 11, 12, 13, 13]
     assert drafter.cached_after(9, 0, 0) == 10
+
+
+# Cut out of a target
+
+
+def unrolled(drafter: DraftLm, target: Target, ids: torch.Tensor) -> torch.Tensor:
+    (step,) = drafter.unroll(unroll_batch(drafter, target, ids, 1))
+    return step.hidden @ drafter.head_weight().T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gpt_neox", "mixtral"])
+def test_all_layers_are_the_target_and_fewer_are_not(tiny_target, architecture):
+    target = Target.load(tiny_target(architecture))
+    ids = torch.arange(5, 17)[None]
+    _, hidden = target.states(ids, torch.ones_like(ids), ())
+    everything = tuple(range(target.num_layers))
+    whole = DraftLm.create(DraftLmOptions(target_layers=everything), target, seed=0)
+    torch.testing.assert_close(
+        unrolled(whole, target, ids), target.head(hidden), rtol=1e-5, atol=1e-5
+    )
+    part = DraftLm.create(DraftLmOptions(target_layers=everything[:1]), target, seed=0)
+    assert part.lm.num_layers == 1
+    assert (unrolled(part, target, ids) - target.head(hidden)).abs().max() > 1e-3
+
+
+def test_training_the_draft_leaves_the_target_alone(tiny_target):
+    target = Target.load(tiny_target("llama"))
+    before = target.model.get_input_embeddings().weight.clone()
+    drafter = DraftLm.create(DraftLmOptions(target_layers=(0,)), target, seed=0)
+    assert all(parameter.requires_grad for parameter in drafter.parameters())
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(target.model.get_input_embeddings().weight, before)
+
+
+@pytest.mark.parametrize("layers", [(), (1, 0), (0, 0), (-1,), (99,)])
+def test_layers_that_are_not_there_are_refused(tiny_target, layers):
+    with pytest.raises(UserError, match="target_layers"):
+        DraftLm.create(
+            DraftLmOptions(target_layers=layers), Target.load(tiny_target("llama")), seed=0
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from draftsmith.drafters.target.device import fast_at_bf16, load_target, weight_
 from draftsmith.errors import UserError
 from draftsmith.kernels.measured import VARIABLE, Choices
 from draftsmith.kernels.products.fast_types import Use
+from tests.conftest import merge_json
 
 CPU = torch.device("cpu")
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -32,8 +32,7 @@ def folder_in(tiny_target: Callable[..., str], tmp_path: Path) -> Callable[..., 
     def make(arch: str = "llama", **changes: Any) -> Path:
         folder = tmp_path / f"{arch}-{len(list(tmp_path.iterdir()))}"
         shutil.copytree(tiny_target(arch), folder)
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes), encoding="utf-8")
+        merge_json(folder / "config.json", changes)
         return folder
 
     return make

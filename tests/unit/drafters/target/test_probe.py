@@ -26,28 +26,9 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 0,
     "eos_token_id": 0,
 }  # fmt: skip
-# Modules that take a view of what attention gives, and a body under another name than their class
-# says with attention in chunks. Latent attention whose values are narrower than its keys, sinks, scaled logits, biases on the
-# head, windows in some layers.
-SERVED: dict[str, dict[str, Any]] = {
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "phi": {},
-    "phi3": {},
-    "olmo2": {},
-    "qwen2": {},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 6},
-    "cohere2": {"sliding_window": 6},
-    "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
-    "jetmoe": {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "llama4_text": {"attention_chunk_size": 7, "floor_scale": 5, "num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 64},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 6},
-    "deepseek_v3": {
-        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-        "v_head_dim": 12,
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 32, "num_key_value_heads": 4,
-    },
+LLAMA4 = {
+    "attention_chunk_size": 7, "floor_scale": 5, "num_local_experts": 4, "head_dim": 8,
+    "intermediate_size_mlp": 64,
 }  # fmt: skip
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -112,7 +93,7 @@ def test_chunks_that_do_not_follow_the_configuration_are_refused(
     found, refused, tmp_path, monkeypatch
 ):
     """Though a probe's text is shorter than one."""
-    save_tiny("llama4_text", SERVED["llama4_text"] | {"attention_chunk_size": 64}, tmp_path)
+    save_tiny("llama4_text", LLAMA4 | {"attention_chunk_size": 64}, tmp_path)
     Target.load(tmp_path, dtype=torch.float32)
     monkeypatch.setattr(attention, "chunk_of", lambda module: found)
     with pytest.raises(UserError, match=refused):
@@ -121,7 +102,7 @@ def test_chunks_that_do_not_follow_the_configuration_are_refused(
 
 def test_a_text_behind_others_in_its_pass_is_scaled_as_if_alone(tmp_path):
     """By Llama 4, which counts tokens of the pass, and cut into chunks of its own."""
-    save_tiny("llama4_text", SERVED["llama4_text"], tmp_path)
+    save_tiny("llama4_text", LLAMA4, tmp_path)
     target = Target.load(tmp_path, dtype=torch.float32)
     ids = torch.arange(50)[None] % SHAPE["vocab_size"]
     segments = (torch.arange(50) >= 30).long()[None]

@@ -3,43 +3,27 @@ missing is named."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.drafters.blocks.dflash import Dflash
-from draftsmith.drafters.blocks.dspark import Dspark
 from draftsmith.drafters.heads.eagle3 import Eagle3
-from draftsmith.drafters.heads.peagle import Peagle
 from draftsmith.drafters.lm.draft_lm import DraftLm
-from draftsmith.drafters.options import (
-    DflashOptions,
-    DraftLmOptions,
-    DsparkOptions,
-    Eagle3Options,
-    PeagleOptions,
-)
+from draftsmith.drafters.options import OPTIONS, DraftLmOptions, Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target import quantised
 from draftsmith.drafters.target.load import load_model
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from tests.conftest import merge_json
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "eagle3": (Eagle3, Eagle3Options()),
-    "p-eagle": (Peagle, PeagleOptions()),
-    "dflash": (Dflash, DflashOptions()),
-    "dspark": (Dspark, DsparkOptions()),
-    "draft-lm": (DraftLm, DraftLmOptions(target_layers=(0, 3))),
-}
-IDS = torch.arange(5, 25)[None]
+DRAFTS = {family: OPTIONS[family]() for family in ("eagle3", "p-eagle", "dflash", "dspark")}
+DRAFTS["draft-lm"] = DraftLmOptions(target_layers=(0, 3))
 
 
 class CodedLinear(nn.Module):
@@ -83,9 +67,10 @@ def coded_and_plain(folder: str, dtype: torch.dtype) -> tuple[Target, Target]:
 def test_a_new_draft_takes_numbers_from_a_quantised_target(tiny_target, dtype):
     coded, plain = coded_and_plain(tiny_target("llama"), dtype)
     torch.testing.assert_close(coded.output_weight, plain.output_weight, atol=1e-6, rtol=1e-6)
-    for family, options in FAMILIES.values():
-        found = family.create(options, coded, seed=0).state_dict()
-        wanted = family.create(options, plain, seed=0).state_dict()
+    for family, options in DRAFTS.items():
+        found, wanted = (
+            FAMILIES[family].create(options, one, seed=0).state_dict() for one in (coded, plain)
+        )
         for name, tensor in wanted.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
 
@@ -120,8 +105,7 @@ def test_weights_that_cannot_be_read_are_left_alone(tiny_target, caplog):
 
 def with_settings(folder: str, copy: Path, settings: dict[str, Any]) -> Path:
     shutil.copytree(folder, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    merge_json(copy / "config.json", {"quantization_config": settings})
     return copy
 
 
@@ -148,60 +132,3 @@ def test_int8_with_outliers_depends_on_the_batch(tiny_target, tmp_path, monkeypa
     folder = with_settings(tiny_target("llama"), tmp_path / "int8", settings)
     with pytest.raises(UserError, match=r"LLM.int8\(\) with outliers above 6.0"):
         Target.load(folder)
-
-
-def _bitsandbytes(**settings: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        from transformers import BitsAndBytesConfig
-
-        return BitsAndBytesConfig(**settings)
-
-    return make
-
-
-def _torchao() -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    return TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=[])
-
-
-LIBRARIES: dict[str, tuple[str, Callable[[], Any]]] = {
-    "nf4": ("bitsandbytes", _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
-    "int8": ("bitsandbytes", _bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0)),
-    "torchao": ("torchao", _torchao),
-}
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_checkpoints_of_the_libraries(name, tmp_path):
-    """Only where the library is installed; the stand-in above is tested everywhere."""
-    library, settings = LIBRARIES[name]
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
-    config = AutoConfig.for_model(
-        "llama", vocab_size=288, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    largest = max(parameter.abs().max() for parameter in model.parameters())
-    model.save_pretrained(tmp_path / "plain")
-    coded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", quantization_config=settings(), dtype=torch.float32
-    )
-    coded.save_pretrained(tmp_path / "coded")
-    target = Target.load(tmp_path / "coded")
-    assert quantised.quantisation(target.model.config) == library
-    hidden = target.states(IDS, torch.ones_like(IDS), ())[1]
-    logits = target.head(hidden)
-    for drafter in (
-        Eagle3.create(Eagle3Options(), target, seed=0),
-        Dflash.create(DflashOptions(mask_token=1), target, seed=0),
-    ):
-        assert max(own.abs().max() for own in drafter.parameters()) < 3 * largest
-    everything = DraftLm.create(DraftLmOptions(target_layers=(0, 1, 2, 3)), target, seed=0)
-    assert torch.equal(target.head(target.states(IDS, torch.ones_like(IDS), ())[1]), logits)
-    with torch.no_grad():
-        own = everything.lm.head(everything.lm.full(IDS).final)
-    assert (own - logits).abs().max() < 0.2 * logits.std()

@@ -209,15 +209,12 @@ def test_each_row_gets_the_tree_of_its_distribution(
     both = SampledShape(greedy=greedy, sampled=SampledTree(branches=(3, 2)))
     for temperatures in ((1.0, 0.0, 1.5), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)):
         found = propose(drafter, target, texts, (30, 30, 30), temperatures, both)
+        whole = {
+            is_drawn: propose(drafter, target, texts, (30, 30, 30), temperatures, shape)
+            for is_drawn, shape in ((False, both.greedy), (True, both.sampled))
+        }
         for row, temperature in enumerate(temperatures):
-            alone = propose(
-                drafter,
-                target,
-                texts,
-                (30, 30, 30),
-                temperatures,
-                both.sampled if temperature else both.greedy,
-            )
+            alone = whole[temperature > 0]
             length = int(alone.lengths[row])
             assert int(found.lengths[row]) == length > 0
             assert torch.equal(found.tokens[row, :length], alone.tokens[row, :length])
@@ -287,24 +284,10 @@ def test_shapes_are_told_in_words() -> None:
         parse_tree("sampled:4x2x1") == SampledTree(branches=(4, 2, 1))
         and SampledTree(branches=(4, 2, 1)).nodes == 20
     )
-    wrong = [
-        "",
-        "dynamics",
-        "dynamic:",
-        "dynamic:node=3",
-        "dynamic:nodes=0",
-        "dynamic:nodes=63",
-        "dynamic:nodes=5",
-        "sampled:0",
-    ]
-    for text in [
-        *wrong[:2],
-        *wrong[3:],
-        "sampled:3x",
-        "sampled:9x9",
-        "sampled:999999x999999",
-        "sampled+dynamic",
-        "dynamic+",
-    ]:
+    wrong = (
+        "dynamics dynamic:node=3 dynamic:nodes=0 dynamic:nodes=63 dynamic:nodes=5 dynamic+ sampled:0 "
+        "sampled:3x sampled:9x9 sampled:999999x999999 sampled+dynamic"
+    )
+    for text in ("", *wrong.split()):
         with pytest.raises(UserError):
             parse_tree(text)

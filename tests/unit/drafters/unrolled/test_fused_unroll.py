@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
 
+from draftsmith.drafters.blocks import block_unroll
 from draftsmith.drafters.target.packed_pass import positions_of
-from draftsmith.drafters.unrolled import unroll
+from draftsmith.drafters.unrolled import flex, unroll
 from draftsmith.drafters.unrolled.unroll import UnrollPass
 from draftsmith.kernels.attention.pool import Scoring
 from tests.peak_memory import Memory, memory_of
+from tests.unit.drafters.blocks import test_block_attention as of_blocks
 
 STEPS, HEADS, KV_HEADS, WIDTH = 4, 4, 2, 8
 SEGMENTS = torch.tensor([[0] * 150 + [1] * 3 + [2] * 130 + [-1] * 17, [0] * 20 + [1] * 280])
@@ -113,14 +117,11 @@ def check(
         torch.testing.assert_close(one, other, **near)
 
 
-WINDOWS = [None, 1, 2, 4, 60, 129, 290, 1000]
-
-
 @pytest.mark.parametrize(
     "packed, window, first",
     [
-        *((False, window, 0) for window in WINDOWS),
-        *zip(itertools.repeat(True), WINDOWS, itertools.cycle([1, 37, 160])),
+        *((False, window, 0) for window in (None, 1, 60, 290)),
+        *((True, *one) for one in ((None, 1), (2, 37), (4, 160), (129, 1), (1000, 37))),
     ],
 )
 def test_values_and_gradients_are_those_of_a_dense_mask(
@@ -223,3 +224,50 @@ def test_memory_grows_with_the_length_and_not_with_its_square(
     short, long = (memory_of_length(length, window, packed) for length in (2048, 4096))
     assert long.peak < 2.1 * short.peak
     assert long.largest == 4096 * HEADS * WIDTH * 4  # no scores, which are 128 a query and more
+
+
+# Where flex_attention may run
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    yield
+    flex._limit_reached.clear()
+
+
+def test_one_variant_too_many_ends_it_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flex, "RECOMPILES", 2)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+    def named(states: torch.Tensor, name: str) -> torch.Tensor:
+        return states + len(name)
+
+    compiled = flex._compiled(named)
+    for name in ("a", "bc"):
+        assert compiled(torch.zeros(()), name) == len(name)
+    assert not flex._limit_reached.is_set()
+    for name in ("def", "ghij"):
+        with pytest.raises(flex.LimitReached):
+            compiled(torch.zeros(()), name)
+    with FakeTensorMode():
+        states = torch.empty(1, 2, 4, 64, device="cuda")
+    assert not flex.can_flex(states, states)
+    assert [one.levelname for one in caplog.records if one.name == flex.log.name] == ["WARNING"]
+
+
+def reached(*given: Any) -> torch.Tensor:
+    raise flex.LimitReached
+
+
+@pytest.mark.parametrize("part", ["flex", "block_mask"])
+def test_attention_goes_on_in_chunks(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (unroll, block_unroll):
+        monkeypatch.setattr(module, "LONG", 0)
+        monkeypatch.setattr(module, "can_flex", lambda query, value: True)
+        monkeypatch.setattr(module, "can_fuse", lambda query, value: False)
+        monkeypatch.setattr(module, part, reached)
+    check(None, 0, None, length=80)
+    made = of_blocks.states(80, 0, own_context=False)
+    of_blocks.check(made, None, 0, None, causal=True)
