@@ -69,7 +69,7 @@ def parser_for(name: str, cls: type) -> Parser:
         "extra",
         nargs="*",
         metavar=EXTRA,
-        help="a recipe, then overrides such as optim.lr=1e-4"
+        help="a recipe, then overrides of it"
         + ("; a word alone is the target" if target else "")
         + ("; an http:// address alone is --url" if URL in parser.keys else ""),
     )
