@@ -92,7 +92,7 @@ def test_nothing_is_copied_where_a_version_is_loaded_already(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"norm": torch.full((WIDTH,), torch.nan)}, "'norm' of .* NaN or infinite"),
+        ({"norm": torch.tensor([torch.inf] + [1.0] * (WIDTH - 1))}, "'norm' of .* NaN or infinite"),
         (
             {"values.weight": torch.zeros(3, 3)},
             "'values.weight'.*F32\\[3, 3\\], of the served draft F32\\[4, 8\\]",
