@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -17,8 +18,12 @@ from draftsmith.files import is_full
 from draftsmith.progress import close_all, is_error, say, set_up_logging
 from draftsmith.version import __version__
 
-# Errors of a path that the user gave: a file where a folder has to be, or one that is protected.
-UNUSABLE = (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+# Errors of a path that the user gave: a file where a folder has to be, one that is protected, or on
+# a file system that is, or whose name is too long.
+UNUSABLE = {
+    errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS,
+    errno.ENAMETOOLONG,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             end_if_lost(error, saves=saves)
         kept = "the run goes on from what it saved" if saves else "what was there before is kept"
         said = f"there is no room to write ({first_line(error)}); make some and start again: {kept}"
-        if isinstance(error, UNUSABLE) and error.filename is not None:
+        if isinstance(error, OSError) and error.filename and error.errno in UNUSABLE:
             said = f"path {error.filename!r} cannot be used ({error.strerror}); give another"
         elif not is_full(error):
             raise

@@ -117,14 +117,17 @@ def test_bad_usage_is_one_sentence_and_status_2(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("file/buffer", "Not a directory"), ("x" * 300, "File name too long")]
+)
 @pytest.mark.parametrize("command", [["observe", "http://127.0.0.1:9"], ["forget", "--request=c"]])
-def test_a_file_where_a_folder_has_to_be_is_a_sentence(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_path_that_cannot_be_used_is_a_sentence(
+    command: list[str], name: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    buffer = tmp_path / "file" / "buffer"
+    buffer = tmp_path / name
     assert main([*command, "--buffer", str(buffer)]) == 2
-    told = f"draftsmith: error: path '{buffer}' cannot be used (Not a directory); give another\n"
+    told = f"draftsmith: error: path '{buffer}' cannot be used ({reason}); give another\n"
     assert capsys.readouterr().err == told
 
 
