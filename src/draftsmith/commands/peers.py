@@ -34,6 +34,7 @@ NAMES = {
     "num-samples": "count",
     "output-dir": "out",
     "data-path": "data",
+    "suite-file": "suite",
     "lr": "optim.lr",
     "learning-rate": "optim.lr",
     "lr-scheduler-type": "optim.schedule",

@@ -294,6 +294,7 @@ def test_limits_that_machines_have_are_named() -> None:
         ("serve", "--num-speculative-tokens 5", "--k 5"),
         ("audit", "--num-speculative-tokens=5", "--k=5"),
         ("generate", "--num-prompts 8 --max-new-tokens 9", "--count 8 --max-tokens 9"),
+        ("bench", "--suite-file rows.jsonl", "--suite rows.jsonl"),
         ("serve", "-m T -md D -c 9 --bf16", "--target T --draft D --max-length 9 dtype=bfloat16"),
     ],
 )  # fmt: skip
