@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,25 @@ def test_a_run_goes_on_from_a_kill_before_the_record_of_its_best_draft(tmp_path:
     BestDraft(folder.training).offer(Draft(), step=4, tau=1.5, evaluation=[])
     (folder.training / "best.json").unlink()
     BestDraft(folder.training).check(2)
+
+
+def test_a_deepspeed_run_goes_on_with_as_many_processes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has a part of the optimizer's state."""
+    folder = RunFolder(tmp_path)
+    config = TrainConfig(family="mtp", target="t", data=("d",), out=str(tmp_path), accumulate=2)
+    sharded = replace(config, deepspeed="zero2.json")
+    folder.training.mkdir(parents=True)
+    folder.open(sharded)
+    folder.complete(step=1, elapsed_s=0.0, processes=1, passes=2)
+    folder.check(sharded)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="a run of 1 processes with DeepSpeed, and 2 run; start as"):
+        folder.check(replace(sharded, accumulate=1))
+    folder.open(replace(config, resume=False))
+    folder.complete(step=1, elapsed_s=0.0, processes=1, passes=2)
+    folder.check(replace(config, accumulate=1))
 
 
 def test_a_run_goes_on_with_the_target_that_it_began_with(tmp_path: Path) -> None:

@@ -308,6 +308,14 @@ def test_weights_of_nan_give_a_distribution_without_mass(drafter, target, text):
     assert not torch.isfinite(drawn).any()
 
 
+def test_inputs_are_left_alone(drafter, target, text):
+    inputs = inputs_for(drafter, target, [text[:8]], [3])
+    before = [one.clone() for one in (inputs.tokens, inputs.starts, inputs.lengths)]
+    drafter.propose(inputs)
+    for one, known in zip((inputs.tokens, inputs.starts, inputs.lengths), before, strict=True):
+        assert torch.equal(one, known)
+
+
 @pytest.mark.parametrize("place, arch", enumerate(["llama", "gemma2", "gpt_neox", "qwen3_moe"]))
 def test_half_precision_on_other_targets(tiny_target, place, arch):
     """bfloat16 throughout, as on an accelerator: distributions stay float32 and what was drawn has
