@@ -302,7 +302,7 @@ class DistillConfig:
     )
     status_port: int | None = option(
         None,
-        "serve the status as JSON at / and Prometheus text at /metrics of this port; 0 finds one",
+        "serve the numbers of the status as Prometheus text at /metrics of this port; 0 finds one",
         limits=PORT,
     )
     status_host: str = option("127.0.0.1", "address of that port")
