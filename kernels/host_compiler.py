@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
-    "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC",
+    "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread",
     # Sums in any order, which vectors need; numbers that are not finite keep their meaning.
     "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
 )  # fmt: skip
-HEADER = Path(__file__).with_name("host_numbers.h")  # that sources include
-OPENMP = "-fopenmp"  # a compiler without it makes the same for one thread
+# That sources include.
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("host_numbers.h", "host_threads.h"))
 MOST_S = 120.0
 
 
@@ -83,7 +83,7 @@ def compiler_path() -> str:
 
 def _digest(source: Path, compiler: str) -> str:
     parts = (compiler, os.stat(compiler).st_mtime_ns, FLAGS, platform.machine(), processor())
-    texts = source.read_bytes() + HEADER.read_bytes()
+    texts = b"".join(path.read_bytes() for path in (source, *HEADERS))
     return hashlib.sha256(texts + repr(parts).encode()).hexdigest()[:16]
 
 
@@ -102,12 +102,10 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
     _tell()
     scratch = library.with_name(f"{library.name}.{os.getpid()}")
     try:
-        for openmp in ([OPENMP], []):
-            command = [compiler, *FLAGS, *openmp, str(source), "-o", str(scratch)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_S)
-            if done.returncode == 0:
-                os.replace(scratch, library)
-                return
+        command = [compiler, *FLAGS, str(source), "-o", str(scratch)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_S)
+        if done.returncode == 0:
+            return os.replace(scratch, library)
     finally:
         scratch.unlink(missing_ok=True)
     raise RuntimeError(f"{compiler} says {done.stderr.strip()[:200]!r}")

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "host_threads.h"
+
 struct Bfloat16 {
   uint16_t bits;
 };
@@ -43,26 +45,12 @@ DRAFTSMITH_ONCE void take(const Step& step, int64_t i) {
   step(i);
 }
 
-// `step(i)` of 0 <= i < count. OpenMP wakes its threads by a system call after every region, in one of
-// a single thread too, of which a small model's pass would have a hundred: hence the plain loops.
+// `step(i)` of 0 <= i < count.
 template <typename Step>
 inline void each(int64_t count, int threads, const Step& step) {
-  if (threads <= 1 || count <= 1) {
-    for (int64_t i = 0; i < count; i++) take(step, i);
-    return;
-  }
-#pragma omp parallel for num_threads(threads)
-  for (int64_t i = 0; i < count; i++) take(step, i);
-}
-
-// The same of steps that take unequally long: a thread that is free takes the next one.
-template <typename Step>
-inline void each_in_turn(int64_t count, int threads, const Step& step) {
-  if (threads <= 1 || count <= 1) {
-    for (int64_t i = 0; i < count; i++) take(step, i);
-    return;
-  }
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  if (threads > 1 && count > 1)
+    return team().run(
+        count, threads, [](const void* s, int64_t i) { take(*static_cast<const Step*>(s), i); }, &step);
   for (int64_t i = 0; i < count; i++) take(step, i);
 }
 

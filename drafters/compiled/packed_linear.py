@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from draftsmith.kernels.dispatch import reads_freely
-from draftsmith.kernels.host_compiler import HEADER
+from draftsmith.kernels.host_compiler import HEADERS
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, few_rows
 from draftsmith.kernels.products.float32_products import LEAST_WIDENED, NARROW, widened, widens
@@ -110,7 +110,7 @@ class PackedLinear:
         shape = [joined.dtype, f"{width} wide", f"{num_outputs} outputs", f"{count} rows"]
         shape += ["gated"] if few and self.gated else []
         shape += [] if PACKED in names else ["one copy"]
-        sources = [SOURCE, HEADER]
+        sources = [SOURCE, *HEADERS]
         return self._choices.fastest("many rows", shape, names, prepare, sources=sources)
 
     @property

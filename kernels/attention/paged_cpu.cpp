@@ -210,7 +210,7 @@ bool attend(const Pass<T>& p, const int64_t* lengths, const int64_t* begins, int
             int64_t longest, int threads) {
   for (int64_t row = 0; p.key && row < num_rows; row++)
     if (!keep_row(p, row, begins[row], lengths[row])) return false;
-  each_in_turn(num_rows * p.kv_heads, threads, [&](int64_t item) {
+  each(num_rows * p.kv_heads, threads, [&](int64_t item) {
     const int64_t row = item / p.kv_heads;
     if (lengths[row] <= longest)
       attend_row(p, row, begins[row], lengths[row], item % p.kv_heads);

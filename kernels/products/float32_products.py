@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from draftsmith.kernels.dispatch import reads_freely
-from draftsmith.kernels.host_compiler import HEADER, function_of
+from draftsmith.kernels.host_compiler import HEADERS, function_of
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import SOURCE
 
@@ -54,7 +54,7 @@ def choose(choices: Choices = CHOICES) -> bool:
     found = (
         _function() is not None
         and choices.fastest(
-            "float32 products", shape, (TORCH, KERNEL), _ways, sources=[SOURCE, HEADER]
+            "float32 products", shape, (TORCH, KERNEL), _ways, sources=[SOURCE, *HEADERS]
         )
         == KERNEL
     )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.kernels.host_compiler import HEADER
+from draftsmith.kernels.host_compiler import HEADERS
 from draftsmith.kernels.host_memory import empty_in_huge_pages
 from draftsmith.kernels.measured import Choices, Way
 
@@ -98,7 +98,7 @@ def fastest_readings(weights: ReadWeights, pass_bytes: int, choices: Choices) ->
             (*weights.shape, f"{outputs} outputs", f"{rows} rows", f"{ring_bytes >> 20} MiB"),
             list(names),
             partial(_ways, weights, names, rows, outputs, ring),
-            sources=[weights.source, HEADER],
+            sources=[weights.source, *HEADERS],
         )
         found.append(names[name])
     return packed(found)

@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import use_device
-from draftsmith.kernels.host_threads import release_threads
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.live_draft import Swap, SwapLate
 from draftsmith.serve.engine.scheduler import QueueFull
@@ -77,7 +76,6 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="draftsmith-engine", daemon=True)
 
     def start(self) -> EngineLoop:
-        release_threads()
         self._thread.start()
         return self
 
@@ -147,7 +145,6 @@ class EngineLoop:
         if self._ended:
             raise SwapLate(f"version {version} cannot be swapped in; the engine has stopped")
         swap = self.engine.draft.prepare(folder, version)
-        release_threads()
         self._inbox.put(Action(_wake_up))
         # Given up only before the engine has begun it; from then on only a copy remains.
         if not swap.done.wait(timeout_s) and (swap.give_up() or not swap.done.wait(timeout_s)):
