@@ -285,7 +285,7 @@ class ServeConfig(
     )
     device: str | None = option(None, "torch device; default: the first CUDA device, else the CPU")
     threads: int | None = option(
-        None, "CPU threads of torch; default: all cores but one", limits=Limits(1, 1024, "[]")
+        None, "CPU threads; default: one for each core", limits=Limits(1, 1024, "[]")
     )
 
     def engine_config(self, trained_k: int | None = None) -> EngineConfig:

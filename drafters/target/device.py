@@ -204,9 +204,3 @@ def fast_at_bf16(device: torch.device, choices: Choices = CHOICES) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
     return device.type == "cpu" and speed_of(torch.bfloat16, "step", choices).is_faster
-
-
-def default_threads() -> int:
-    """All cores but one. HTTP and clients need it, and OpenMP threads that wait for a core they
-    share are ruinous: ten times slower was measured with 2 threads on 2 busy cores."""
-    return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) - 1))
