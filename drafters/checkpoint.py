@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from draftsmith import files
 from draftsmith.drafters import versions
@@ -19,7 +17,7 @@ from draftsmith.drafters.config import Pair
 from draftsmith.drafters.interface import Family, TrainedDrafter
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.layouts.gguf import model_folder
-from draftsmith.drafters.layouts.hub import ask_hub
+from draftsmith.drafters.layouts.hub import snapshot
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.registry import FAMILIES, family_of
@@ -221,16 +219,4 @@ def locate(
             )
         version = versions.latest(folder)
         return folder if version is None else versions.folder_of(folder, version)
-    ask_hub(path, what)
-    try:
-        return Path(
-            snapshot_download(
-                str(path),
-                revision=revision,
-                ignore_patterns=None if weights else list(WEIGHT_FILES),
-            )
-        )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"{what} {str(path)!r} is neither a folder nor a reachable Hub id; check the path"
-        ) from error
+    return snapshot(str(path), what, revision=revision, without=() if weights else WEIGHT_FILES)

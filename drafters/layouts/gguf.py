@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters.layouts import demo
-from draftsmith.drafters.layouts.hub import ask_hub
+from draftsmith.drafters.layouts.hub import ask_hub, snapshot
 from draftsmith.errors import UserError, first_line, missing
 from draftsmith.files import atomic_folder
 from draftsmith.kernels.host_compiler import cache_folder
@@ -28,16 +29,22 @@ from draftsmith.progress import say
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
+# What transformers does not read beside weights that it does.
+OTHER_LAYOUTS = ("*.gguf", "*.onnx", "*.h5", "*.msgpack")
 # Name of a type in the file -> that of the folder's weights; of any other, bfloat16.
 DTYPES = {"F32": torch.float32, "F16": torch.float16}
 
 
 def model_folder(path: str | Path) -> str | Path:
-    """`path`, or where that is GGUF, the folder that it is converted into.
+    """`path`, or where that is GGUF, the folder that it is converted into; of `org/name@revision`
+    the folder of its files in the user's cache.
 
     GGUF is a file, a folder that holds one and no config.json, `org/name:file.gguf` of the Hub, or
     `demo`. Raises `UserError` for a file that transformers cannot read, and as `ask_hub`."""
     file = _file(str(path))
+    name, _, revision = str(path).partition("@")
+    if file is None and revision and not os.path.exists(path):
+        return snapshot(name, "model", revision=revision, without=OTHER_LAYOUTS)
     if file is None:
         ask_hub(path)
         return path

@@ -6,10 +6,11 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 
@@ -55,3 +56,18 @@ def _refusal(path: str, what: str, period: float) -> str:
             f"({first_line(error)}); check the path, or the connection to the Hub"
         )
     return ""
+
+
+def snapshot(
+    path: str, what: str, *, revision: str | None = None, without: Sequence[str] = ()
+) -> Path:
+    """Folder of a Hub id's files in the user's cache, but for those that match `without`. Raises
+    `UserError`."""
+    ask_hub(path, what)
+    try:
+        return Path(snapshot_download(path, revision=revision, ignore_patterns=list(without)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        of = "" if revision is None else f" of revision {revision!r}"
+        raise UserError(
+            f"{what} {path!r}{of} is neither a folder nor a reachable Hub id; check the path"
+        ) from error

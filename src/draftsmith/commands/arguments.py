@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from draftsmith import config as configuration
-from draftsmith.commands.peers import in_our_names
+from draftsmith.commands.peers import in_our_names, taken_of_target
 from draftsmith.commands.table import COMMANDS
 from draftsmith.config import TARGET, URL
 from draftsmith.errors import UserError
@@ -21,6 +21,7 @@ from draftsmith.progress import say
 
 EXTRA = "recipe.yaml | key=value"
 RECIPES = "config_files"
+OF_TARGET = "of_target"  # what a command line says of the target beside its name
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,11 +98,13 @@ def parse(
 ) -> argparse.Namespace:
     """Values of a command line; `tell` takes a line for each name that is a peers'."""
     flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-    words = in_our_names(argv, flags, parser.keys, tell)
+    words, of_target = taken_of_target(argv) if TARGET in parser.keys else (argv, {})
+    words = in_our_names(words, flags, parser.keys, tell)
     arguments, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         name, lists = unknown[0].split("=")[0], f"{parser.prog} --help lists all"
         raise UserError(configuration.unknown_key(name, flags, lists=lists))
+    setattr(arguments, OF_TARGET, of_target)
     return arguments
 
 
@@ -148,7 +151,25 @@ def collect(
     for option in configuration.flag_options(cls):
         if (value := getattr(arguments, option.field.name, None)) is not None:
             values |= {option.field.name: value}
-    return values | recorded_target(cls, values, tell)
+    values |= recorded_target(cls, values, tell)
+    if said := getattr(arguments, OF_TARGET, None):
+        values |= {TARGET: renamed_target(values.get(TARGET), said, tell)}
+    return values
+
+
+def renamed_target(name: Any, said: dict[str, str], tell: Callable[[str], None]) -> str:
+    """The name of a target of another revision, or with another template for chats."""
+    if not name:
+        raise UserError(f"--{next(iter(said))} is given without a target; give --target")
+    if revision := said.get("revision"):
+        name = f"{name}@{revision}"
+        tell(f"--revision {revision} is {name} here")
+    if template := said.get("chat-template"):
+        from draftsmith.drafters.layouts.template import with_template
+
+        name = str(with_template(name, template))
+        tell(f"--chat-template {template} is the target {name} here")
+    return name
 
 
 def recorded_target(

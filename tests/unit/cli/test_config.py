@@ -324,11 +324,28 @@ def test_other_spellings_of_our_own_are_taken(
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size=2", "--tensor_parallel", "--revision"])
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size=2", "--tensor_parallel"])
 def test_what_is_not_here_is_answered_by_what_there_is(flag: str) -> None:
-    mend = f"^{flag.partition('=')[0]} is given and (.* with vLLM, for|.* give the folder of `hf )"
+    mend = f"^{flag.partition('=')[0]} is given and .* with vLLM, for"
     with pytest.raises(UserError, match=mend):
         parse(parser_for("serve", load(COMMANDS["serve"].config)), ["--target", "t", flag, "2"])
+
+
+@pytest.mark.parametrize("target", ["org/name", "--target org/name", "target=org/name"])
+def test_a_revision_becomes_part_of_the_targets_name(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cls = load(COMMANDS["serve"].config)
+    words = f"--revision v1.0 {target} --k 2".split()
+    values = collect(cls, parse(parser_for("serve", cls), words))
+    assert values == {"target": "org/name@v1.0", "k": "2"}
+    assert "--revision v1.0 is org/name@v1.0 here" in capsys.readouterr().err
+
+
+def test_what_is_said_of_no_target_is_refused() -> None:
+    cls = load(COMMANDS["serve"].config)
+    with pytest.raises(UserError, match="--revision is given without a target; give --target"):
+        collect(cls, parse(parser_for("serve", cls), ["--revision=v1.0"]))
 
 
 def test_a_peers_name_in_a_section_of_ours_is_taken(capsys: pytest.CaptureFixture[str]) -> None:

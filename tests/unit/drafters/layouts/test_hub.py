@@ -91,3 +91,23 @@ def test_what_the_hub_or_the_cache_may_have_is_left_to_the_loaders(
     capsys.readouterr()
     assert model_folder("ann/kept") == "ann/kept" and len(asked) == 1
     assert capsys.readouterr().err == ""
+
+
+def test_a_revision_is_that_of_the_cache(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    kept = tmp_path / "models--ann--kept"
+    for name, commit in (("main", "a" * 40), ("v1.0", "b" * 40)):
+        (kept / "refs").mkdir(parents=True, exist_ok=True)
+        (kept / "refs" / name).write_text(commit)
+        (kept / "snapshots" / commit).mkdir(parents=True)
+        (kept / "snapshots" / commit / "config.json").write_text("{}")
+    assert model_folder("ann/kept@v1.0") == kept / "snapshots" / ("b" * 40)
+    with pytest.raises(UserError, match="model 'ann/kept' of revision 'v2' is neither"):
+        model_folder("ann/kept@v2")
+
+
+def test_a_folder_whose_name_has_the_sign_is_itself(asked: list[str], tmp_path: Path) -> None:
+    (folder := tmp_path / "ann@v1").mkdir()
+    assert model_folder(str(folder)) == str(folder) and asked == []
