@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from draftsmith.client import Scrape, base_of, bearer, message_of, parse, send_async
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.prompts.corpus import CORPORA, held_out
 from draftsmith.prompts.shapes import Row
 from draftsmith.prompts.suites import Question, rows_to_train
@@ -130,9 +130,8 @@ class Client:
             listed = (await self.http.get("/v1/models")).raise_for_status().json()
             return listed["data"][0]["id"]
         except (httpx.HTTPError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
-            raise UserError(
-                f"{self.http.base_url} does not answer /v1/models ({error!r}); check the URL"
-            ) from error
+            said = f"does not answer /v1/models ({first_line(error)})"
+            raise UserError(f"{self.http.base_url} {said}; check the URL") from error
 
     async def measure(
         self, prompts: Sequence[Prompt | Question], body: Body, concurrency: int
