@@ -106,8 +106,9 @@ class Team {
   std::unique_ptr<Share[]> shares_;
 
   std::atomic<bool> taken_{false};
-  std::atomic<int> inside_{kClosed};  // threads but the caller that are at the loop
-  std::atomic<uint32_t> turn_{0};
+  // Apart from what idle threads look at: all that are at a loop write here.
+  alignas(64) std::atomic<int> inside_{kClosed};  // threads but the caller that are at the loop
+  alignas(64) std::atomic<uint32_t> turn_{0};
   std::atomic<int> asleep_{0};
   std::mutex mutex_;
   std::condition_variable turned_;

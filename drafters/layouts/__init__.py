@@ -7,6 +7,7 @@ Files in reading order:
 - `hub`: what is no folder here, which the Hub is asked for
 - `demo`: the model of demonstrations
 - `gguf`: models in a GGUF file
+- `template`: targets with another template for their chats
 
 Other chapters import all of it.
 """

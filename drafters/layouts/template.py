@@ -6,8 +6,8 @@ import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-from draftsmith.drafters.checkpoint import locate
-from draftsmith.errors import UserError, first_line
+from draftsmith.drafters.layouts.gguf import model_folder
+from draftsmith.drafters.layouts.hub import snapshot
 from draftsmith.files import cache_folder, write_text
 
 NAME = "chat_template.jinja"  # that transformers prefers to one within tokenizer_config.json
@@ -16,14 +16,10 @@ TEMPLATES = (NAME, "additional_chat_templates")
 
 def with_template(target: str, template: str) -> Path:
     """Folder in the user's cache with links to the target's files and a copy of the file
-    `template`; the same for the same files. Raises `UserError`."""
-    try:
-        text = Path(template).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"chat template {template!r} cannot be read ({first_line(error)}); give a file of Jinja"
-        ) from error
-    own = locate(target, "target").resolve()
+    `template`; the same for the same files. Raises `OSError`, and as `model_folder`."""
+    text = Path(template).read_text(encoding="utf-8", errors="replace")
+    named = Path(model_folder(target))
+    own = (named if named.is_dir() else snapshot(target, "model")).resolve()
     files = sorted(path for path in own.iterdir() if path.name not in TEMPLATES)
     state = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(repr((own, state, text)).encode()).hexdigest()[:12]

@@ -16,14 +16,7 @@ import pytest
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
 # How the registry is reached; everything else of pip's and uv's settings is left out.
-KEPT = (
-    "pip_cert",
-    "pip_default_timeout",
-    "ssl_cert_file",
-    "ssl_cert_dir",
-    "requests_ca_bundle",
-    "curl_ca_bundle",
-)
+KEPT = "pip_cert pip_default_timeout ssl_cert_file ssl_cert_dir requests_ca_bundle curl_ca_bundle"
 PROJECT = (ROOT / "pyproject.toml").read_text()
 PYTHONS = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -33,7 +26,7 @@ def reaching(environment: dict[str, str]) -> dict[str, str]:
     kept = {
         name: value
         for name, value in environment.items()
-        if name.lower() in KEPT or name.lower().endswith("_proxy")
+        if name.lower() in KEPT.split() or name.lower().endswith("_proxy")
     }
     index = environment.get("PIP_INDEX_URL", "")
     return kept | (
@@ -49,13 +42,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory, install_tools: Callable[.
     tools = home / "tools"
     environment = reaching(dict(os.environ)) | {
         "PATH": "/usr/bin:/bin", "HOME": str(home), "PIP_CONFIG_FILE": os.devnull,
-        "PIP_NO_CACHE_DIR": (
-            "1"
-        ),
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": str(tools), "PYTHONDONTWRITEBYTECODE": (
-            "1"
-        ),
-        "UV_NO_CONFIG": "1", "UV_CACHE_DIR": str(home / "cache"),
+        "PIP_NO_CACHE_DIR": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONPATH": str(tools),
+        "PYTHONDONTWRITEBYTECODE": "1", "UV_NO_CONFIG": "1", "UV_CACHE_DIR": str(home / "cache"),
     }  # fmt: skip
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -75,41 +63,18 @@ def test_only_a_registry_that_is_not_reached_skips_a_test(
     index: str, outcome: str, install_tools: Callable[..., None], tmp_path: Path
 ) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    environment = kept | {
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_INDEX_URL": index,
-        "NO_PROXY": "127.0.0.1",
-    }
-    with pytest.raises(
-        getattr(pytest, outcome).Exception,
-        match="no registry answers" if outcome == "skip" else "uv",
-    ):
-        install_tools(tmp_path / "tools", environment, "uv")
+    reached = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index, "NO_PROXY": "127.0.0.1"}
+    said = "no registry answers" if outcome == "skip" else "uv"
+    with pytest.raises(getattr(pytest, outcome).Exception, match=said):
+        install_tools(tmp_path / "tools", kept | reached, "uv")
 
 
 def resolve_by_uv(
     run: Run, constraints: Path, python: str, *options: str
 ) -> subprocess.CompletedProcess[str]:
-    wanted = (
-        "pyproject.toml",
-        "--extra",
-        "dev",
-        "--python-version",
-        python,
-        "--python-platform",
-        "x86_64-manylinux_2_28",
-    )
-    return run(
-        "uv",
-        "pip",
-        "compile",
-        "--no-header",
-        "--no-annotate",
-        *wanted,
-        "-c",
-        str(constraints),
-        *options,
-    )
+    command = "uv pip compile --no-header --no-annotate pyproject.toml --extra dev"
+    machine = ("--python-version", python, "--python-platform", "x86_64-manylinux_2_28")
+    return run(*command.split(), *machine, "-c", str(constraints), *options)
 
 
 @pytest.mark.long

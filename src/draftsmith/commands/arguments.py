@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from draftsmith import config as configuration
-from draftsmith.commands.peers import in_our_names, taken_of_target
+from draftsmith.commands.peers import in_our_names
 from draftsmith.commands.table import COMMANDS
 from draftsmith.config import TARGET, URL
 from draftsmith.errors import UserError
@@ -21,7 +21,8 @@ from draftsmith.progress import say
 
 EXTRA = "recipe.yaml | key=value"
 RECIPES = "config_files"
-OF_TARGET = "of_target"  # what a command line says of the target beside its name
+# Peers' flags that say more of the target: here they make another name of it.
+REVISION, CHAT_TEMPLATE = "revision", "chat_template"
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,6 +56,8 @@ def parser_for(name: str, cls: type) -> Parser:
             parser.add_argument(field.name, help=_help(field), choices=choices)
         else:
             _add_flag(groups.get(field.name, parser), option)
+    for one in (REVISION, CHAT_TEMPLATE) if target else ():
+        parser.add_argument(f"--{one.replace('_', '-')}", help=argparse.SUPPRESS)
     if not rest:
         parser.set_defaults(extra=[], **{RECIPES: []})
         return parser
@@ -98,13 +101,11 @@ def parse(
 ) -> argparse.Namespace:
     """Values of a command line; `tell` takes a line for each name that is a peers'."""
     flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
-    words, of_target = taken_of_target(argv) if TARGET in parser.keys else (argv, {})
-    words = in_our_names(words, flags, parser.keys, tell)
+    words = in_our_names(argv, flags, parser.keys, tell)
     arguments, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         name, lists = unknown[0].split("=")[0], f"{parser.prog} --help lists all"
         raise UserError(configuration.unknown_key(name, flags, lists=lists))
-    setattr(arguments, OF_TARGET, of_target)
     return arguments
 
 
@@ -152,24 +153,25 @@ def collect(
         if (value := getattr(arguments, option.field.name, None)) is not None:
             values |= {option.field.name: value}
     values |= recorded_target(cls, values, tell)
-    if said := getattr(arguments, OF_TARGET, None):
-        values |= {TARGET: renamed_target(values.get(TARGET), said, tell)}
-    return values
+    return values | renamed_target(values.get(TARGET), arguments, tell)
 
 
-def renamed_target(name: Any, said: dict[str, str], tell: Callable[[str], None]) -> str:
-    """The name of a target of another revision, or with another template for chats."""
+def renamed_target(
+    name: Any, arguments: argparse.Namespace, tell: Callable[[str], None]
+) -> dict[str, str]:
+    """The target of another revision, or with another template for chats."""
+    revision, template = (getattr(arguments, one, None) for one in (REVISION, CHAT_TEMPLATE))
+    if revision is None and template is None:
+        return {}
     if not name:
-        raise UserError(f"--{next(iter(said))} is given without a target; give --target")
-    if revision := said.get("revision"):
-        name = f"{name}@{revision}"
-        tell(f"--revision {revision} is {name} here")
-    if template := said.get("chat-template"):
+        raise UserError("--revision or --chat-template is given without a target; give --target")
+    name = f"{name}@{revision}" if revision else name
+    if template:
         from draftsmith.drafters.layouts.template import with_template
 
         name = str(with_template(name, template))
-        tell(f"--chat-template {template} is the target {name} here")
-    return name
+    tell(f"the target is {name}")
+    return {TARGET: name}
 
 
 def recorded_target(

@@ -62,8 +62,6 @@ ABSENT = {
     "speculative-config": "its keys are options here: --draft, --k, --ngram, --suffix",
     "gpu-memory-utilization": "--memory-gib bounds keys and values here",
 }
-# Peers' options that say more of the target: ours is a target of another name.
-OF_TARGET = ("revision", "chat-template")
 
 
 def ours_of(name: str) -> str:
@@ -74,19 +72,6 @@ def ours_of(name: str) -> str:
     section, _, key = name.rpartition(".")
     ours = NAMES.get(key.replace("_", "-"), "")
     return ours if section and ours.startswith(f"{section}.") else ""
-
-
-def taken_of_target(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """`argv` without the options of `OF_TARGET`, and their values."""
-    words, kept, found = list(argv), [], {}
-    while words:
-        name, is_joined, value = (word := words.pop(0)).partition("=")
-        flag = name[2:].replace("_", "-") if name.startswith("--") else ""
-        if flag in OF_TARGET and (is_joined or words):
-            found[flag] = value if is_joined else words.pop(0)
-        else:
-            kept.append(word)
-    return kept, found
 
 
 def in_our_names(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import logging
@@ -30,7 +31,7 @@ def flag_list() -> str:
             lines += [
                 f"{name} {option}"
                 for option in action.option_strings or [action.dest]
-                if option not in ("-h", "--help")
+                if option not in ("-h", "--help") and action.help != argparse.SUPPRESS
             ]
         lines += [f"{name} {key}" for key in nested_keys(cls)]
     return "\n".join(lines) + "\n"

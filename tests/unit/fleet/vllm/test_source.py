@@ -55,79 +55,32 @@ class Read(NamedTuple):
 
 
 BOTH = [
-    Read(
-        "v1/core/sched/output.py",
-        "SchedulerOutput",
-        ("scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"),
-    ),
-    Read(
-        "v1/core/sched/output.py",
-        "NewRequestData",
-        (
-            "req_id",
-            "prompt_token_ids",
-            "sampling_params",
-            "mm_features",
-            "prompt_embeds",
-            "lora_request",
-            "prefill_token_ids",
-            "block_ids",
-            "num_computed_tokens",
-        ),
-    ),
-    Read(
-        "v1/core/sched/output.py",
-        "CachedRequestData",
-        ("resumed_req_ids", "all_token_ids", "new_block_ids"),
-    ),
+    Read("v1/core/sched/output.py", "SchedulerOutput",
+         ("scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids")),
+    Read("v1/core/sched/output.py", "NewRequestData",
+         ("req_id", "prompt_token_ids", "sampling_params", "mm_features", "prompt_embeds",
+          "lora_request", "prefill_token_ids", "block_ids", "num_computed_tokens")),
+    Read("v1/core/sched/output.py", "CachedRequestData",
+         ("resumed_req_ids", "all_token_ids", "new_block_ids")),
     Read("v1/outputs.py", "ModelRunnerOutput", ("req_ids", "sampled_token_ids")),
     Read("v1/outputs.py", "AsyncModelRunnerOutput", ("get_output",)),
     Read("v1/worker/worker_base.py", "WorkerBase", ("rank", "vllm_config", "model_runner")),
-    Read(
-        "v1/worker/gpu_worker.py",
-        "Worker",
-        (
-            "execute_model",
-            "sample_tokens",
-            "compile_or_warm_up_model",
-            "shutdown",
-            "sleep",
-            "wake_up",
-            "start_draft_weight_update",
-            "finish_weight_update",
-        ),
-    ),
+    Read("v1/worker/gpu_worker.py", "Worker",
+         ("execute_model", "sample_tokens", "compile_or_warm_up_model", "shutdown", "sleep",
+          "wake_up", "start_draft_weight_update", "finish_weight_update")),
     Read("v1/engine/core.py", "EngineCore", ("set_weight_version", "collective_rpc")),
-    Read(
-        "plugins/endpoint_plugins/interface.py", "EndpointPlugin", ("attach_router", "init_state")
-    ),
-]
+    Read("plugins/endpoint_plugins/interface.py", "EndpointPlugin",
+         ("attach_router", "init_state")),
+]  # fmt: skip
 FIRST_RUNNER = [
-    Read(
-        "v1/worker/gpu_model_runner.py",
-        "GPUModelRunner",
-        (
-            "get_model",
-            "get_draft_model",
-            "rejection_sampler",
-            "drafter",
-            "input_batch",
-            "_input_fits_in_drafter",
-            "take_draft_token_ids",
-            "use_async_scheduling",
-        ),
-    ),
-    Read(
-        "v1/spec_decode/metadata.py",
-        "SpecDecodeMetadata",
-        ("draft_token_ids", "num_draft_tokens", "target_logits_indices"),
-    ),
-    Read(
-        "v1/spec_decode/llm_base_proposer.py",
-        "SpecDecodeBaseProposer",
-        ("_get_model", "hidden_size", "propose"),
-    ),
-]
+    Read("v1/worker/gpu_model_runner.py", "GPUModelRunner",
+         ("get_model", "get_draft_model", "rejection_sampler", "drafter", "input_batch",
+          "_input_fits_in_drafter", "take_draft_token_ids", "use_async_scheduling")),
+    Read("v1/spec_decode/metadata.py", "SpecDecodeMetadata",
+         ("draft_token_ids", "num_draft_tokens", "target_logits_indices")),
+    Read("v1/spec_decode/llm_base_proposer.py", "SpecDecodeBaseProposer",
+         ("_get_model", "hidden_size", "propose")),
+]  # fmt: skip
 SECOND_RUNNER = [
     Read(f"{GPU}/model_runner.py", "GPUModelRunner",
          ("get_model", "get_draft_model", "rejection_sampler", "speculator", "req_states",
