@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData, constants, metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from transformers import AutoModelForCausalLM
 
-from draftsmith.drafters import checkpoint
+from draftsmith.drafters.layouts import hub
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.config import LAYOUTS, ExportConfig, OptimConfig, TrainConfig
@@ -142,7 +142,7 @@ def test_a_target_on_the_hub_is_not_downloaded_for_its_configuration(
         asked.append((name, ignore_patterns))
         return tiny_target("llama")
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
     set_record(draft, target={"name": "ann/target"})
     card = (export(draft) / "README.md").read_text()
     assert [(name, "*.safetensors" in patterns) for name, patterns in asked] == [
