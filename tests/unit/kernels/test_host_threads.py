@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from draftsmith.kernels.host_compiler import COMPILERS, HEADERS, compiled
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
-# `meet` returns 1 where two threads were at a loop at once: each waits for the other, 5 s at most.
+# `meet` returns 1 where two threads were at a loop at once: each waits for the other, 2 s at most.
 SOURCE = f"""
 #include "{HEADERS[0]}"
 extern "C" void count(int32_t* counts, int64_t number, int threads) {{
@@ -25,7 +24,7 @@ extern "C" int meet(int threads) {{
   std::atomic<int> here{{0}}, met{{0}};
   each(2, threads, [&](int64_t) {{
     here++;
-    for (int i = 0; i < 5000 && here < 2; i++)
+    for (int i = 0; i < 2000 && here < 2; i++)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     met += here == 2;
   }});
@@ -44,11 +43,12 @@ sys.exit(set(counts) != {2})
 """
 
 
-@pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "loops.cpp").write_text(SOURCE, encoding="utf-8")
-    made = compiled.__wrapped__(tmp_path / "loops.cpp")
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    (source := tmp_path_factory.mktemp("loops") / "loops.cpp").write_text(SOURCE, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(source.parent))
+        made = compiled(source)
     assert made is not None
     return made
 

@@ -223,6 +223,19 @@ def test_a_nan_of_a_row_that_counts_is_told(kind: DivergenceKind, side: str) -> 
     assert exact.alpha[0].isnan()
 
 
+@compiler
+@every_kind
+def test_rows_do_not_depend_on_the_number_of_threads(
+    kind: DivergenceKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(1100, 1100)
+    one = computed(kind, case.copied())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    three = computed(kind, case.copied())
+    counted = case.rows.weights != 0
+    assert all(torch.equal(a[counted], b[counted]) for a, b in zip(one, three, strict=True))
+
+
 finite = st.floats(-300, 300, width=32)
 
 

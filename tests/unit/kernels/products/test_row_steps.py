@@ -75,5 +75,20 @@ def test_a_gate_has_torchs_bits_of_every_bfloat16() -> None:
     assert (found - expected)[tiny].abs().max() < 1e-36
 
 
+@dtypes
+def test_threads_change_nothing(dtype: torch.dtype) -> None:
+    x, weight = numbers(1, 50, 64, dtype=dtype), numbers(64, dtype=dtype, seed=1)
+    cosine, heads = numbers(1, 1, 50, 64, dtype=dtype, seed=2), x.view(1, 1, 50, 64)
+    found, before, seen = steps(dtype), torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            normed = found.normalise(x, weight, 1e-5, 1 / 64)
+            seen.append((normed, found.rotate(heads, cosine, cosine), found.gate(x, normed)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*seen))
+
+
 def test_no_other_dtype_has_steps() -> None:
     assert row_steps(torch.float16) is None and row_steps(torch.float64) is None
