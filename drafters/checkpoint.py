@@ -17,7 +17,7 @@ from draftsmith.drafters.config import Pair
 from draftsmith.drafters.interface import Family, TrainedDrafter
 from draftsmith.drafters.layouts.folder import DraftFolder
 from draftsmith.drafters.layouts.gguf import model_folder
-from draftsmith.drafters.layouts.hub import snapshot
+from draftsmith.drafters.layouts.hub import WEIGHT_FILES, snapshot
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.lm.foreign_lm import ForeignLm
 from draftsmith.drafters.registry import FAMILIES, family_of
@@ -28,7 +28,6 @@ from draftsmith.errors import UserError, first_line
 
 SCHEMA_VERSION = 1
 RECORD = "draftsmith.json"
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +209,7 @@ def locate(
 ) -> Path:
     """The local folder of a path or Hub id; an error calls it `what`. Without `weights`, no weights
     are downloaded. A folder of versions stands for its live one."""
-    folder = Path(model_folder(path) if what == "target" else path)
+    folder = Path(model_folder(path, weights=weights) if what == "target" else path)
     if folder.is_dir():
         if revision is not None:
             raise UserError(

@@ -29,7 +29,6 @@ FLAGS = (
     # Sums in any order, which vectors need; numbers that are not finite keep their meaning.
     "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
 )  # fmt: skip
-# That sources include.
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("host_numbers.h", "host_threads.h"))
 MOST_S = 120.0
 

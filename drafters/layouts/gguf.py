@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters.layouts import demo
-from draftsmith.drafters.layouts.hub import ask_hub, snapshot
+from draftsmith.drafters.layouts.hub import WEIGHT_FILES, ask_hub, snapshot, split_revision
 from draftsmith.errors import UserError, first_line, missing
 from draftsmith.files import atomic_folder
 from draftsmith.kernels.host_compiler import cache_folder
@@ -29,23 +28,22 @@ from draftsmith.progress import say
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
-# What transformers does not read beside weights that it does.
-OTHER_LAYOUTS = ("*.gguf", "*.onnx", "*.h5", "*.msgpack")
 # Name of a type in the file -> that of the folder's weights; of any other, bfloat16.
 DTYPES = {"F32": torch.float32, "F16": torch.float16}
 
 
-def model_folder(path: str | Path) -> str | Path:
+def model_folder(path: str | Path, *, weights: bool = True) -> str | Path:
     """`path`, or where that is GGUF, the folder that it is converted into; of `org/name@revision`
-    the folder of its files in the user's cache.
+    the folder of its files in the user's cache; without `weights`, of the small ones alone.
 
     GGUF is a file, a folder that holds one and no config.json, `org/name:file.gguf` of the Hub, or
     `demo`. Raises `UserError` for a file that transformers cannot read, and as `ask_hub`."""
     file = _file(str(path))
-    name, _, revision = str(path).partition("@")
-    if file is None and revision and not os.path.exists(path):
-        return snapshot(name, "model", revision=revision, without=OTHER_LAYOUTS)
     if file is None:
+        name, revision = split_revision(path)
+        if revision is not None:
+            without = WEIGHT_FILES[4:] if weights else WEIGHT_FILES  # transformers reads four kinds
+            return snapshot(name, "model", revision=revision, without=without)
         ask_hub(path)
         return path
     return _converted(file.resolve())

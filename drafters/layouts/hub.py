@@ -25,6 +25,7 @@ except ImportError:
 
 FAILURES = (HTTPError, OSError)  # what a request may raise, answered or not
 KEPT_S = 60.0  # that an answer holds for
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 
 def ask_hub(path: str | Path, what: str = "model") -> None:
@@ -71,3 +72,9 @@ def snapshot(
         raise UserError(
             f"{what} {path!r}{of} is neither a folder nor a reachable Hub id; check the path"
         ) from error
+
+
+def split_revision(path: str | Path) -> tuple[str, str | None]:
+    """Hub id and revision of `org/name@revision`; of anything else the path, and None."""
+    name, _, revision = str(path).partition("@")
+    return (name, revision) if revision and not os.path.exists(path) else (str(path), None)

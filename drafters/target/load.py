@@ -156,7 +156,7 @@ def _placement(
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Raises `UserError` for a folder or Hub id without a tokenizer that can be read."""
-    path = model_folder(path)
+    path = model_folder(path, weights=False)
     base = adapter_base(path)
     if base is not None and not (Path(path) / "tokenizer_config.json").is_file():
         path = base
@@ -173,7 +173,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool) -> PreTrainedTo
 
 def load_config(path: str | Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     """The model's configuration without its weights. Raises `UserError`."""
-    path = model_folder(adapter_base(path) or path)
+    path = model_folder(adapter_base(path) or path, weights=False)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # a model's own code raises what it likes
@@ -187,7 +187,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool) -> PreTrainedConfi
 def load_end_ids(path: str | Path, *, trust_remote_code: bool) -> tuple[int, ...]:
     """Tokens at which the model's answers end, without its weights; none where no file names
     them."""
-    path = model_folder(adapter_base(path) or path)
+    path = model_folder(adapter_base(path) or path, weights=False)
     with suppress(Exception):  # as `load_config` meets
         if found := end_ids(GenerationConfig.from_pretrained(path), None):
             return found

@@ -205,10 +205,9 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "", *, root: type 
             raise UserError(unknown_key(f"{prefix}{key}{inner}", known, dotted_names(root)))
     missing = [name for name, field in fields.items() if _required(field) and name not in values]
     if missing:
-        name = missing[0]
-        alone = ", or its folder or Hub id alone" if name == TARGET else ""
-        flag = name.replace("_", "-")
-        raise UserError(f"option {prefix + name!r} is required; give --{flag}{alone}")
+        flag = missing[0].replace("_", "-")
+        alone = ", or its folder or Hub id alone" if flag == TARGET else ""
+        raise UserError(f"option {prefix + missing[0]!r} is required; give --{flag}{alone}")
     converted = {}
     for key, value in values.items():
         choices = fields[key].metadata.get("choices")

@@ -122,7 +122,7 @@ def open_source(config: ExportConfig) -> ExportSource:
         metadata=metadata,
         target=target,
         trust_remote_code=config.trust_remote_code,
-        target_name=target_name,
+        target_name=hub.split_revision(target_name)[0],  # engines' files have no revision
         target_config=read_json(model / "config.json", "target config"),
         num_speculative_tokens=config.speculative_tokens or trained_k(draft) or 3,
         out=Path(config.out),

@@ -21,8 +21,7 @@ from draftsmith.progress import say
 
 EXTRA = "recipe.yaml | key=value"
 RECIPES = "config_files"
-# Peers' flags that say more of the target: here they make another name of it.
-REVISION, CHAT_TEMPLATE = "revision", "chat_template"
+OF_TARGET = ("revision", "chat_template")  # peers' flags that make another name of the target here
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,7 +55,7 @@ def parser_for(name: str, cls: type) -> Parser:
             parser.add_argument(field.name, help=_help(field), choices=choices)
         else:
             _add_flag(groups.get(field.name, parser), option)
-    for one in (REVISION, CHAT_TEMPLATE) if target else ():
+    for one in OF_TARGET if target else ():
         parser.add_argument(f"--{one.replace('_', '-')}", help=argparse.SUPPRESS)
     if not rest:
         parser.set_defaults(extra=[], **{RECIPES: []})
@@ -160,7 +159,7 @@ def renamed_target(
     name: Any, arguments: argparse.Namespace, tell: Callable[[str], None]
 ) -> dict[str, str]:
     """The target of another revision, or with another template for chats."""
-    revision, template = (getattr(arguments, one, None) for one in (REVISION, CHAT_TEMPLATE))
+    revision, template = (getattr(arguments, one, None) for one in OF_TARGET)
     if revision is None and template is None:
         return {}
     if not name:

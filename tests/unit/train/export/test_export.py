@@ -129,8 +129,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(draft: Path) -> None:
     assert (export(draft, out="full") / "README.md").is_file()
 
 
+@pytest.mark.parametrize("name", ["ann/target", "ann/target@v1"])
 def test_a_target_on_the_hub_is_not_downloaded_for_its_configuration(
-    draft: Path, tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    draft: Path, tiny_target: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     asked: list[Any] = []
     (tmp_path / "models--ann--target" / "snapshots").mkdir(parents=True)
@@ -143,12 +144,12 @@ def test_a_target_on_the_hub_is_not_downloaded_for_its_configuration(
         return tiny_target("llama")
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot)
-    set_record(draft, target={"name": "ann/target"})
+    set_record(draft, target={"name": name})
     card = (export(draft) / "README.md").read_text()
     assert [(name, "*.safetensors" in patterns) for name, patterns in asked] == [
         ("ann/target", True)
     ]
-    assert "base_model: ann/target" in card
+    assert "base_model: ann/target\n" in card and "@v1" not in card
 
 
 def test_a_draft_made_elsewhere_needs_no_record(
