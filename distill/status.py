@@ -49,7 +49,7 @@ class Status:
             self._write(text + "\n")
 
     def close(self) -> None:
-        """Leaves word for the views that the learner has ended."""
+        """Leaves word for the dashboard that the learner has ended."""
         if self.values:
             with suppress(OSError):
                 files.write_json(self.path, {**self.values, "time_s": time.time(), "stopped": True})

@@ -1,5 +1,5 @@
-"""Data of the two views, `/dashboard` and `draftsmith top`: facts, tables and points over time, as
-text wherever both print it; and the page, with `/dashboard/data`, which both read.
+"""Data of `/dashboard`: facts and tables as text, and points over time; and the page, with
+`/dashboard/data`, which it reads.
 
 Rates are of the engine's plain counters, read by a thread beside it, so that history costs the
 rounds nothing. Learning is read from files alone, because `serve` does not import `distill`.
@@ -73,7 +73,7 @@ class History:
 
 @dataclass
 class Source:
-    """State behind both views. `read` may be called from any thread."""
+    """State behind the page. `read` may be called from any thread."""
 
     history: History
     by_class: Mapping[str, AcceptanceCounts]
@@ -97,7 +97,6 @@ class Source:
         ]
         return {
             "model": self.model,
-            "time_s": time.time(),
             "started_s": self.started_s,
             "facts": list(facts(engine, points, learner, decisions, self.started_s)),
             "tables": [table for table in tables if table["rows"]],

@@ -1,27 +1,17 @@
-"""The dashboard's page and data without a browser, `draftsmith top` against a running server, and
-what may not be seen."""
+"""The dashboard's page and data without a browser, and what may not be seen."""
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import select
-import signal
-import subprocess
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 
-from draftsmith.cli import main
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.versions import publish, record_decision
 from draftsmith.serve.config import EngineConfig
-from tests.forked import cli
 
 REPEATS = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
 KEYS = ("secret",)
@@ -94,50 +84,3 @@ def test_without_a_key_nobody_sees_more_than_the_empty_page(guarded: Any) -> Non
     assert guarded.http.get("/").headers["location"] == "dashboard"
     assert guarded.http.get("/dashboard/data").status_code == 401
     assert guarded.http.get("/dashboard/data", headers=BEARER).status_code == 200
-
-
-def top(server: Any, **options: Any) -> subprocess.Popen:
-    words = cli("top", "--url", f"{server.url}/v1", "--every-s", "0.1")
-    # A shell's background job ignores interrupts and would hand that on.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(words, preexec_fn=heed, **options)
-
-
-def test_top_prints_a_line_a_refresh_into_a_pipe(server: Any) -> None:
-    process = top(server, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    lines = [process.stdout.readline() for _ in range(3)]
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0 and process.stderr.read() == ""
-    assert all("tiny: " in line and "tau" in line and "\x1b" not in line for line in lines)
-
-
-def test_top_draws_in_place_until_it_is_interrupted(server: Any) -> None:
-    controller, terminal = pty.openpty()
-    os.set_blocking(controller, False)
-    process = top(server, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE)
-    try:
-        text, deadline_s = "", time.monotonic() + 60
-        while text.count("\x1b[J") < 3:
-            assert time.monotonic() < deadline_s, text
-            if select.select([controller], [], [], 0.1)[0]:
-                text += os.read(controller, 65536).decode(errors="replace")
-        assert text.startswith("\x1b[2J") and "rolled back" in text and "ngram" in text
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0 and process.stderr.read() == b""
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_top_says_in_one_sentence_why_it_cannot(
-    guarded: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for flags, wanted in (
-        (["--url", guarded.url], "asks for an API key"),
-        (["--url", "http://127.0.0.1:9"], "does not answer"),
-        (["--url", guarded.url, "--every-s", "0"], "'every_s' is 0.0"),
-        (["--url", f"{guarded.url}/elsewhere", "--api-key", "secret"], "answers 404"),
-    ):
-        assert main(["top", *flags]) == 2
-        shown = capsys.readouterr()
-        assert wanted in shown.err and shown.err.count("\n") == 1

@@ -35,7 +35,6 @@ COMMANDS = {
     "distill": ["--target", "t", "--draft", "d", "--buffer", "b", "--versions", "v"],
     "bench": ["--target", "t", "--ngram"],
     "audit": ["--kernels"],
-    "top": [],
     "fleet": ["status", "--versions", "v"],
 }
 

@@ -120,12 +120,6 @@ COMMANDS = {
         "a pipeline of these commands from one recipe, resumed, with a report",
         alone=True,
     ),
-    "top": Command(
-        "draftsmith.serve.metrics.top:TopConfig",
-        "draftsmith.serve.metrics.top:run",
-        "a running server in the terminal: tau, alpha, speed, versions, the learner",
-        "serve",
-    ),
     "fleet": Command(
         "draftsmith.fleet.config:FleetConfig",
         "draftsmith.fleet.command:run",

@@ -154,7 +154,7 @@ def test_help_puts_options_under_the_heading_of_the_class_that_declares_them(
 def test_what_deepspeed_finds_at_its_import_is_not_told(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["config", "top"]) == 0
+    assert main(["config", "chat"]) == 0
     logging.getLogger("DeepSpeed").warning("Setting accelerator to CPU")
     assert not caplog.records
 
@@ -192,7 +192,7 @@ import os
 from draftsmith import cli
 os.environ.pop("OMP_NUM_THREADS", None)
 os.getloadavg = lambda: (os.cpu_count() + 1.0, 0.0, 0.0)
-for name, words in {"bench": ["t"], "generate": ["t", "out=o"], "top": []}.items():
+for name, words in {"bench": ["t"], "generate": ["t", "out=o"], "chat": []}.items():
     cli.COMMANDS[name] = cli.COMMANDS[name]._replace(run="builtins:print")
     cli.main([name, *words])
 """

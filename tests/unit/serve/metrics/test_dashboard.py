@@ -1,4 +1,4 @@
-"""What both views are told: rates of the last minute, tables of the server's counts, and learning
+"""What the dashboard is told: rates of the last minute, tables of the server's counts, and learning
 from files that may be absent, torn or damaged."""
 
 from __future__ import annotations
