@@ -8,6 +8,7 @@ import queue
 import reprlib
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -89,7 +90,8 @@ class Engine:
             services.callback(self._loop.close)
             if config.versions is not None:
                 services.callback(watch_versions(config, self._loop, served).stop)
-            self._services = services.pop_all()
+            # By the interpreter too, as it ends: threads at work would be aborted.
+            self._end = weakref.finalize(self._loop, services.pop_all().close)
         say(f"ready after {duration(time.monotonic() - begun_s)}")
 
     def __repr__(self) -> str:
@@ -205,7 +207,7 @@ class Engine:
 
     def close(self) -> None:
         """End running requests. The weights are freed with the object."""
-        self._services.close()
+        self._end()
 
     def __enter__(self) -> Engine:
         return self

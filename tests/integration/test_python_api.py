@@ -228,6 +228,24 @@ def test_the_package_names_load_late() -> None:
         draftsmith.Motor  # noqa: B018
 
 
+LEFT_OPEN = """
+import sys, weakref
+from draftsmith import Engine
+loops = []
+weakref.finalize(sys.modules["weakref"], lambda: print("alive", loops[0].healthy))  # the last one
+engine = Engine(sys.argv[1], max_length=32, compile="off")
+loops.append(engine._loop)
+engine.stream("def main(")
+"""
+
+
+def test_an_engine_left_open_ends_before_the_interpreter(target_folder: str) -> None:
+    """Python would take its thread away in the middle of a pass, and C++ aborts at that."""
+    words = [sys.executable, "-c", LEFT_OPEN, target_folder]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    assert done.stdout == "alive False\n"
+
+
 def test_the_readmes_example_runs_and_a_wait_says_what_it_is_for(
     tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
