@@ -10,7 +10,6 @@ timed while other work had the cores.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -19,15 +18,15 @@ import os
 import resource
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.files import atomic_path, cache_folder
+from draftsmith.files import atomic_path, cache_folder, locked
 from draftsmith.kernels.host_compiler import processor
 from draftsmith.progress import is_busy
 
@@ -173,7 +172,7 @@ class Choices:
         known = self._all()
         try:
             path = self._path()
-            with _alone(path):
+            with locked(path):
                 known = _read(path) if path.exists() else {}
                 other = known.get(key)
                 if replace or not other or other.way not in made.seconds or _is_doubtful(other):
@@ -223,13 +222,6 @@ def _least(ways: Mapping[str, Way], clock: Clock) -> dict[str, float]:
         most_s = FAR_BEHIND * min(seconds.values(), default=0.0)
         left = [name for name in left if seconds[name] <= most_s]
     return seconds
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _read(path: Path) -> dict[str, MeasuredChoice]:

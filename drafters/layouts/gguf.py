@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.drafters.layouts import demo
 from draftsmith.drafters.layouts.hub import WEIGHT_FILES, ask_hub, snapshot, split_revision
 from draftsmith.errors import UserError, first_line, missing
-from draftsmith.files import atomic_folder
+from draftsmith.files import atomic_folder, locked
 from draftsmith.kernels.host_compiler import cache_folder
 from draftsmith.progress import say
 
-SUFFIX, MAGIC = ".gguf", b"GGUF"
+CONFIG, SUFFIX, MAGIC = "config.json", ".gguf", b"GGUF"
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
 # Name of a type in the file -> that of the folder's weights; of any other, bfloat16.
 DTYPES = {"F32": torch.float32, "F16": torch.float16}
@@ -64,7 +64,7 @@ def _file(path: str) -> Path | None:
 
 def _only_file(folder: Path) -> Path | None:
     files = sorted(folder.glob(f"*{SUFFIX}"))
-    if not files or (folder / "config.json").exists():
+    if not files or (folder / CONFIG).exists():
         return None
     if len(files) > 1:
         raise UserError(
@@ -107,14 +107,14 @@ def _converted(file: Path) -> Path:
     key = f"{file} {state.st_size} {state.st_mtime_ns} {transformers.__version__}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     folder = cache_folder() / "gguf" / f"{file.stem}-{digest}"
-    if not folder.is_dir():
-        say(f"dequantising {file.name} once, into {folder}")
+    if not (folder / CONFIG).is_file():
         try:
-            with atomic_folder(folder) as temporary:
-                _convert(file, temporary)
+            with locked(folder):
+                if not (folder / CONFIG).is_file():  # nor has another process written it meanwhile
+                    say(f"dequantising {file.name} once, into {folder}")
+                    with atomic_folder(folder) as temporary:
+                        _convert(file, temporary)
         except Exception as error:  # readers of architectures raise what they like
-            if folder.is_dir():  # another process was faster
-                return folder
             raise UserError(
                 f"GGUF file {str(file)!r} cannot be read by transformers ({first_line(error)}); "
                 "give the model as published for transformers"
@@ -135,6 +135,8 @@ def _convert(file: Path, folder: Path) -> None:
         model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    # It would write nothing on other ranks than the first, which may be of another machine.
+    model.should_save_on_this_rank = lambda is_main_process: True
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import errno
+import fcntl
 import functools
 import hashlib
 import html
@@ -106,6 +107,17 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """Lets one process at a time write `path`; the others wait."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f".{path.name}.lock"), "w") as handle:
+        with suppress(OSError):  # of a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def sweep(folder: str | Path) -> None:

@@ -3,7 +3,9 @@ sentence."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import sys
 import zipfile
 from collections.abc import Callable
 from functools import cache
@@ -23,6 +25,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import run
+from tests.forked import Ranks, finish
 
 pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 
@@ -93,7 +96,7 @@ def test_a_file_is_converted_once_and_another_one_anew(
     again.parent.mkdir()
     again.write_bytes(file.read_bytes())
     assert model_folder(file) == first and model_folder(again.parent) != first
-    assert len(list((own_cache / "draftsmith" / "gguf").iterdir())) == 2
+    assert len(list((own_cache / "draftsmith" / "gguf").glob("[!.]*"))) == 2
 
 
 def test_every_command_takes_one(
@@ -136,6 +139,31 @@ def test_a_file_that_cannot_be_read_is_refused_in_a_sentence(
         with pytest.raises(UserError, match=reason) as raised:
             read(str(folder / asked) if asked else str(folder))
         assert "\n" not in str(raised.value)
+
+
+CONVERT = """
+import sys
+import torch.distributed as dist
+from draftsmith.drafters.layouts.gguf import model_folder
+from draftsmith.drafters.target.target import Target
+dist.init_process_group("gloo")
+if dist.get_rank() == int(sys.argv[2]):
+    model_folder(sys.argv[1])
+dist.barrier()
+print("revision", Target.load(model_folder(sys.argv[1])).revision)
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_any_process_of_a_group_converts_for_all(
+    first: int, written: Callable[[str], Path], own_cache: Path
+) -> None:
+    """transformers writes a model on the first rank alone, wherever the cache of another is."""
+    words = [sys.executable, "-c", CONVERT, str(written("llama")), str(first)]
+    said = finish(Ranks(words, 2, XDG_CACHE_HOME=str(own_cache)))
+    revisions = re.findall(r"revision (\w+)", said)
+    assert len(revisions) == 2 and len(set(revisions)) == 1
+    assert said.count("dequantising") == 1
 
 
 def test_the_demonstration_model_is_checked_before_it_is_kept(
