@@ -30,6 +30,7 @@ UNSURE = 0.2  # relative price below that of a k never measured that it may find
 OLD = 4000  # rounds after which a price may have halved
 FREE, SHARE = 5.0, 0.01  # rounds that probes may cost, and share of all rounds of the load
 UNSEEN = 1.0 / 1000.0  # share of what is known of survival that a round without drafts takes away
+NEW_TEXT = 0.5  # share of what is known of survival that is left where a text begins at rest
 MOST_SURVIVAL = 0.9  # bound of `least_survival`: k = 0 covers drafts that never pay
 ALIKE = 0.8  # of the best class's first chance: a probe drafts for classes above it
 MEMORY = 1000.0  # tokens that the share of prompts goes over
@@ -124,8 +125,15 @@ class AutoControl:
                 self.survival.add(row.request_class, row.offered, row.accepted, times)
 
     def new_draft(self) -> None:
-        self.survival.doubt(0.05)
-        for load in self._loads.values():
+        self._look_again(list(self._loads.values()), 0.05)
+
+    def new_text(self) -> None:
+        if resting := [load for load in self._loads.values() if load.rest]:
+            self._look_again(resting, NEW_TEXT)
+
+    def _look_again(self, loads: Sequence[_Load], left: float) -> None:
+        self.survival.doubt(left)
+        for load in loads:
             load.rest = load.due = 0
             load.look_again()
 

@@ -87,6 +87,10 @@ class Control(Protocol):
         """Note that other weights draft from now on."""
         ...
 
+    def new_text(self) -> None:
+        """Note that a request which may draft is read for the first time."""
+        ...
+
 
 class FixedControl:
     """Every request drafts its own k. What overrides `observe` also says that it learns."""
@@ -103,6 +107,9 @@ class FixedControl:
         return
 
     def new_draft(self) -> None:
+        return
+
+    def new_text(self) -> None:
         return
 
 

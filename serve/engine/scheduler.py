@@ -133,6 +133,8 @@ class Scheduler:
             request = row.request
             if request.times.admitted_s is None:
                 request.times.admitted_s = now_s
+                if request.k:
+                    self.control.new_text()
                 request.num_cached = row.begin
                 stats.num_prompt_tokens += request.num_prompt
                 if self.prefix is not None:

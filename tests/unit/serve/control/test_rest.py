@@ -15,14 +15,16 @@ def play(control: AutoControl, rounds: int) -> list[bool]:
     return [play_round(control, ["a"], 1) is None for _ in range(rounds)]
 
 
-def play_round(control: AutoControl, rows: list[str], num_tokens: int) -> list[int] | None:
+def play_round(
+    control: AutoControl, rows: list[str], num_tokens: int, kept: str = "b"
+) -> list[int] | None:
     """k of rows of these classes; None at rest. A draft takes a fifth of the target's time, and is
-    kept by class "b" alone."""
+    kept by the classes of `kept` alone."""
     if control.rests(set(rows), len(rows), num_tokens):
         return None
     plan = control.choose([RowBudget(name, 8) for name in rows], num_tokens)
     offers = [
-        RowResult(name, k, k if name == "b" else 0)
+        RowResult(name, k, k if name in kept else 0)
         for name, k in zip(rows, plan.ks, strict=True)
         if k
     ]
@@ -60,7 +62,6 @@ def test_another_class_or_load_is_looked_at_at_once(load: tuple[set[str], int, i
 
 
 def test_another_class_ends_the_rest_for_good() -> None:
-    """Also where it was the measured end of a rest that it came in."""
     for begin in range(0, LONGEST, 20):
         control = resting()
         play(control, begin)
@@ -79,6 +80,22 @@ def test_requests_that_are_accepted_draft_between_others_that_never_are() -> Non
             ks = play_round(control, ["b"], 1)
             tokens, rounds = tokens + 1 + (ks[0] if ks else 0), rounds + 1
     assert rounds < 40
+
+
+def test_a_text_that_begins_ends_the_rest() -> None:
+    control = resting()
+    play(control, 3000)
+    control.new_text()
+    ks = [play_round(control, ["a"], 1, kept="a") for _ in range(60)]
+    assert sum(k is not None and k[0] > 0 for k in ks) > 30
+
+
+def test_texts_whose_drafts_are_never_kept_cost_little_each() -> None:
+    control, ks = AutoControl(), []
+    for _ in range(40):
+        control.new_text()
+        ks += [(play_round(control, ["a"], 1) or [0])[0] for _ in range(100)]
+    assert 0 < sum(ks[500:]) <= 0.12 * len(ks[500:])  # each a fifth of a round
 
 
 @pytest.mark.parametrize("rows", [["a", "b"], ["b", "b"]])

@@ -48,7 +48,10 @@ class ByRows(FixedControl):
     """k by the number of rows: that of one row, of two, and so on; the last is of more too."""
 
     def __init__(self, *ks: int):
-        self.ks = ks
+        self.ks, self.new_texts = ks, 0
+
+    def new_text(self) -> None:
+        self.new_texts += 1
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
         k = self.ks[min(len(budgets), len(self.ks)) - 1]
@@ -102,6 +105,7 @@ def test_an_untrained_head_drafts_again_after_rounds_without_it(
     assert [request.output for request in requests] == [
         greedy_text(prompt, each.max_tokens) for prompt, each in zip(PROMPTS, params, strict=True)
     ]
+    assert engine.scheduler.control.new_texts == len(requests)
     assert set(requests[0].speculation.offered) >= {5, 2} and requests[2].speculation.offered == []
     assert not engine.stats.fallbacks
 
