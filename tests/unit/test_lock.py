@@ -1,18 +1,20 @@
-"""Locks of folders among processes."""
+"""Locks of folders among processes, and the end of a server by a signal before it listens."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import uvicorn
 
 from draftsmith.errors import UserError
-from draftsmith.lock import folder_lock
+from draftsmith.lock import folder_lock, sigterm_ends
 
 HOLD = """
 import sys
@@ -78,3 +80,12 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"^out '.*file/a' cannot be written to"):
         folder_lock(tmp_path / "file" / "a", "writer").__enter__()
+
+
+@pytest.mark.timeout(30)
+def test_a_signal_before_a_server_listens_ends_it() -> None:
+    server = uvicorn.Server(uvicorn.Config(lambda: None, port=0, lifespan="off", log_level="error"))
+    with sigterm_ends(server):
+        os.kill(os.getpid(), signal.SIGTERM)
+        server.run()
+    assert server.should_exit
