@@ -35,7 +35,7 @@ def sizes_of(pace: float) -> Sizes:
     share = min(1.0, max(LEAST_PACE, pace))
     return Sizes(
         answers=round(600 * share),
-        requests=round(300 * share),
+        requests=round(260 * share),
         train_minutes=1.3,
         second_an_answer=1 / (ANSWERS * pace),
         second_a_request=1 / (REQUESTS * pace),

@@ -8,6 +8,7 @@ from typing import Any
 from draftsmith.files import read_json, with_interval, write_page, write_text
 from scripts.demo.traffic import pooled_alpha
 
+REAL = "bench-demo.json"
 DRAFTERS = ("draft-lm", "eagle3", "eagle3-shipped")
 
 
@@ -19,7 +20,9 @@ def write_report(run: Path) -> None:
     gain = {
         side: read_json(run / f"gain-{side}.json")["evaluation"][0] for side in ("first", "live")
     }
+    real = [real_line(read_json(run / REAL))] if (run / REAL).exists() else []
     parts = [
+        *real,
         "one stream on the shipped target, float32; it is small, so that a draft costs much beside it",
         speed_table(benches, evaluations),
         shift_table(shift),
@@ -33,6 +36,14 @@ def write_report(run: Path) -> None:
     write_text(run / "report.txt", text)
     curves = sorted(run.glob("*/curves.png"))
     write_page(run / "report.html", "quickstart", "scripts/quickstart", text, curves)
+
+
+def real_line(bench: dict[str, Any]) -> str:
+    off, on = (case(bench, 0.0, mode)["tokens_per_s"] for mode in ("off", "on"))
+    return (
+        f"SmolLM2-135M, {bench['cases'][0]['num_answers']} answers to Spec-Bench, greedy: {off:.1f} tok/s, "
+        f"with drafts from its own text {on:.1f}"
+    )
 
 
 def speed_table(benches: dict[str, Any], evaluations: dict[str, Any]) -> str:

@@ -98,6 +98,7 @@ def test_the_report_holds_what_the_documents_show(tmp_path: Path) -> None:
     for draft in ("eagle3", "draft-lm"):
         files[f"bench-{draft}"] = {"cases": cases, "ratios": ratios}
         files[f"eval-{draft}"] = {"evaluation": [evaluation(t, 0.5) for t in (0.0, 1.0)]}
+    files["bench-demo"] = {"cases": [case | {"num_answers": 7} for case in cases]}
     for name, content in files.items():
         path = run / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,4 +108,5 @@ def test_the_report_holds_what_the_documents_show(tmp_path: Path) -> None:
     report.write_report(run)
     text = (run / "report.txt").read_text()
     assert "live / first: 1.200 of tau" in (run / "report.html").read_text()
+    assert "SmolLM2-135M, 7 answers to Spec-Bench, greedy: 10.0 tok/s, with drafts" in text
     assert "live / first: 1.200 of tau" in text and "requests answered: 11; dropped: 0" in text
