@@ -10,6 +10,7 @@ import pytest
 
 from draftsmith.drafters.layouts.template import with_template
 from draftsmith.drafters.target.load import load_config, load_tokenizer
+from draftsmith.errors import UserError
 
 
 def test_a_target_with_another_template_is_itself_in_all_else(
@@ -30,5 +31,7 @@ def test_a_target_with_another_template_is_itself_in_all_else(
     assert with_template(str(own), str(template)) == folder and (folder / "config.json").is_file()
     template.write_text("another", encoding="utf-8")
     assert with_template(str(own), str(template)) != folder
-    with pytest.raises(FileNotFoundError):
-        with_template(str(own), str(tmp_path / "gone"))
+    template.write_bytes(b"\xff")
+    for path in (template, tmp_path / "gone", tmp_path):
+        with pytest.raises(UserError, match=r"chat template '.*' cannot be read .* file of Jinja"):
+            with_template(str(own), str(path))
