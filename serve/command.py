@@ -35,7 +35,8 @@ def run(config: ServeConfig, make_sink: MakeSink) -> int:
     """`make_sink` is called when the config asks to learn; this package cannot store records."""
     set_up_logging(config.log_format)
     check(config)
-    torch.set_num_threads(config.threads or torch.get_num_threads())
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     listener = bind(config.host, config.port)
     engine, draft, sink = load_engine(config, load_served_target(config), make_sink)
     warm_up(engine)
