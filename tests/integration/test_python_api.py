@@ -232,7 +232,8 @@ LEFT_OPEN = """
 import sys, weakref
 from draftsmith import Engine
 loops = []
-weakref.finalize(sys.modules["weakref"], lambda: print("alive", loops[0].healthy))  # the last one
+# At the end the newest is called first, so that this one sees what the engine's has done.
+weakref.finalize(sys.modules["weakref"], lambda: print("alive", loops[0].healthy))
 engine = Engine(sys.argv[1], max_length=32, compile="off")
 loops.append(engine._loop)
 engine.stream("def main(")

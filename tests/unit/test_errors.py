@@ -11,6 +11,7 @@ from draftsmith.errors import first_line
     ("one.\ntwo", "one"),
     ("\n one \r\ntwo", "one"),
     ("one\u2028two", "one\u2028two"),
+    ("", "OSError"),
     (" \n", "OSError"),
 ])  # fmt: skip
 def test_an_error_is_told_by_its_first_line_or_its_type(said: str, line: str) -> None:

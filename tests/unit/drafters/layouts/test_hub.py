@@ -106,5 +106,8 @@ def test_a_revision_is_that_of_the_cache(
     assert model_folder("ann/kept@v1.0") == kept / "snapshots" / ("b" * 40)
     with pytest.raises(UserError, match="model 'ann/kept' of revision 'v2' is neither"):
         model_folder("ann/kept@v2")
+
+
+def test_a_folder_whose_name_has_the_sign_is_itself(asked: list[str], tmp_path: Path) -> None:
     (folder := tmp_path / "ann@v1").mkdir()
-    assert model_folder(str(folder)) == str(folder)
+    assert model_folder(str(folder)) == str(folder) and asked == []

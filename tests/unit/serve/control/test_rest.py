@@ -62,6 +62,7 @@ def test_another_class_or_load_is_looked_at_at_once(load: tuple[set[str], int, i
 
 
 def test_another_class_ends_the_rest_for_good() -> None:
+    """Also where it was the measured end of a rest that it came in."""
     for begin in range(0, LONGEST, 20):
         control = resting()
         play(control, begin)
