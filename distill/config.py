@@ -177,12 +177,6 @@ class LearnConfig:
         "reservoir",
         limits=BELOW_1,
     )
-    rehearse: tuple[str, ...] = option(
-        (),
-        "data folders that the draft was trained on, FOLDER[:WEIGHT]: a quarter of each batch, at "
-        "most learn.replay, is drawn from them, so that what the draft knew is not forgotten "
-        "while other traffic comes",
-    )
     reservoir: int = option(
         512, "sequences kept for replay, a uniform sample of all", limits=AT_LEAST_1
     )

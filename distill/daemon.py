@@ -23,7 +23,6 @@ from draftsmith.distill.buffer.traffic import (
 )
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_track import DraftTrack
-from draftsmith.distill.learn.rehearsal import rehearsal_of
 from draftsmith.distill.learn.teachers import open_target
 from draftsmith.distill.learn.text_states import TargetFolder, states_of
 from draftsmith.distill.monitor.monitor import FALSE_ALARM, Monitor
@@ -63,7 +62,6 @@ class Daemon:
             status.event,
             self.save,
             lambda: self.reader.cursor,
-            rehearsal_of(config.learn, self.target, gate=config.gate, seed=config.seed),
             self.states,
         )
         self.track = DraftTrack(context)

@@ -52,7 +52,6 @@ class DraftTrack:
             self.config.learn,
             seed=self.config.seed,
             states=context.states,
-            rehearsal=context.rehearsal,
         )
         self.lifecycle = VersionLifecycle(self.live, self.learner, context)
         self.fresh: list[ServedText] = []

@@ -30,7 +30,6 @@ from draftsmith.distill.buffer.traffic import ServedText, stitch
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner
-from draftsmith.distill.learn.rehearsal import Rehearsal
 from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters.target.target import Target
@@ -304,7 +303,6 @@ class LearnerContext:
     report: Callable[[str], None]  # prints a line for people
     save: Callable[[], None]  # saves the state
     cursor: Callable[[], Mapping[str, int]]  # records read so far, per writer of the buffer
-    rehearsal: Rehearsal | None
     states: TextStates  # of the target on the texts that are trained and scored
 
     @property

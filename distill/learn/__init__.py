@@ -2,7 +2,6 @@
 
 Files in reading order:
 - `learner`: the learner, its gradient and step
-- `rehearsal`: texts of the data that a draft was trained on
 - `teachers`: distributions to match, of the running target or of records
 - `text_states`: the target, whose weights may change meanwhile, and its hidden states by text
 """

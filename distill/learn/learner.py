@@ -19,7 +19,6 @@ import torch
 from draftsmith.config import check_limits
 from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, text_row, without
 from draftsmith.distill.config import POSITIONS, LearnConfig
-from draftsmith.distill.learn.rehearsal import Rehearsal, num_rehearsed
 from draftsmith.distill.learn.teachers import (
     DraftedSpan,
     LearningBatch,
@@ -113,7 +112,6 @@ class Learner:
         *,
         seed: int,
         states: TextStates | None = None,
-        rehearsal: Rehearsal | None = None,
     ):
         check(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
@@ -121,7 +119,6 @@ class Learner:
         known = states_of(target, config) if states is None else states
         self.teacher = teacher_of(config, target, drafter.taps, known)
         self.reservoir = Reservoir(config.reservoir, self.teacher.keeps_p, taps_share(config))
-        self.rehearsal = rehearsal
         self.parameters = trained(drafter)
         self.optimizer = CandidateOptimizer(drafter, config)
         self.updates = 0
@@ -177,9 +174,7 @@ class Learner:
         alpha: list[float] = []
         for step in range(self.config.steps):
             begun_s, self.at_step = time.perf_counter(), step + 1
-            rehearsed = self._rehearsed(rng)
-            texts = self._texts(queue, step, rng, num_rehearsed=len(rehearsed))
-            batch = self.teacher.batch([*self._rows(texts, rng), *rehearsed])
+            batch = self.teacher.batch(self._rows(self._texts(queue, step, rng), rng))
             masked += batch.masked
             if batch.tokens == 0:
                 continue
@@ -199,18 +194,9 @@ class Learner:
         self.updates, self.at_step = self.updates + 1, 0
         return UpdateReport(self.config.steps, broken, loss, alpha, tokens, masked)
 
-    def _rehearsed(self, rng: random.Random) -> list[LearningRow]:
-        if self.rehearsal is None:
-            return []
-        rows = self.rehearsal.sample(num_rehearsed(self.config), rng)
-        return [LearningRow(row, []) for row in rows]
-
-    def _texts(
-        self, queue: list[ServedText], step: int, rng: random.Random, *, num_rehearsed: int
-    ) -> list[ServedText]:
-        num_older = max(0, round(self.config.replay * self.config.batch) - num_rehearsed)
-        older = self.reservoir.sample(num_older, rng)
-        num_fresh = self.config.batch - num_rehearsed - len(older)
+    def _texts(self, queue: list[ServedText], step: int, rng: random.Random) -> list[ServedText]:
+        older = self.reservoir.sample(round(self.config.replay * self.config.batch), rng)
+        num_fresh = self.config.batch - len(older)
         # Few fresh texts are not repeated within a batch; over the steps all get their turn.
         picked = [
             queue[(step * num_fresh + index) % len(queue)]
@@ -292,17 +278,6 @@ def check(config: LearnConfig) -> None:
     check_limits(config, "learn.")
     kind_of(config.divergence)
     check_teacher(config)
-    if config.rehearse and config.teacher == "recorded":
-        raise UserError(
-            "learn.rehearse needs the target's pass over its texts, and learn.teacher is "
-            "'recorded'; leave it out, or give learn.teacher=live"
-        )
-    if config.rehearse and num_rehearsed(config) == 0:
-        raise UserError(
-            f"learn.rehearse takes a quarter of each batch, at most learn.replay "
-            f"{config.replay:g}, and of learn.batch {config.batch} that is no text; raise one of "
-            "them"
-        )
     if not config.positions:
         raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")
 

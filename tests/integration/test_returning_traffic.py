@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from draftsmith.distill import command as daemon
-from draftsmith.distill.buffer.traffic import is_held_out_prompt
-from draftsmith.distill.config import DistillConfig, LearnConfig
+from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.gate.gate import Decision, decide
 from draftsmith.distill.gate.sequential import Evidence
 from draftsmith.drafters import checkpoint, versions
-from tests.data_folders import rows_of, write_rows
 from tests.integration.conftest import learner_of
 
 
@@ -150,16 +148,3 @@ def test_a_restart_at_another_version_judges_the_candidate_on_new_traffic_alone(
     versions.rollback(made.versions, 1, "traffic was other")
     after = learner_of(watched_only(made)).track
     assert after.live.version == 1 and after.window == []
-
-
-def test_the_draft_is_rehearsed(loop: Callable[..., Any]) -> None:
-    made = loop()
-    prompts = [[5, 6, 7 + number] for number in range(20)]
-    data = write_rows(made.root / "data", rows_of(prompts, [[8, 9]] * 20, held_out=()))
-    learner = learner_of(replace(made.config, learn=replace(LearnConfig(), rehearse=(str(data),))))
-    rehearsal = learner.track.learner.rehearsal
-    assert rehearsal is not None
-    held_out = [
-        is_held_out_prompt(row.tokens[:3], made.config.gate.held_out) for row in rehearsal.rows
-    ]
-    assert held_out and not any(held_out)
