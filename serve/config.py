@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from draftsmith.client import KEEP_ALIVE_S, VARIABLE
 from draftsmith.config import (
@@ -248,28 +248,30 @@ class HttpOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedSpeculation(SpeculationOptions):
+class NumDrafted:
     HELP_TITLE: ClassVar[str] = SPECULATION_HELP
 
     k: str | None = option(
         None,
-        "draft tokens per round [default: as many as the draft was trained for, else 4], or auto: "
-        "as many as pay, as measured; a request may ask for its own number",
+        "draft tokens per round, or auto: as many as pay, as measured [default: as many as the "
+        "draft was trained for, else 4; of drafts from text alone auto]; a request may ask for "
+        "its own number",
     )
 
-    def most_drafted(self, trained_k: int | None = None) -> int:
+    def most_drafted(self, default: int | Literal["auto"] = DEFAULT_K) -> tuple[int, bool]:
+        """Most draft tokens of a round, and whether fewer are drafted where fewer pay."""
+        if (self.k or default) == "auto":
+            return MAX_AUTO_K, True
         if self.k is None:
-            return min(trained_k or DEFAULT_K, MAX_K)
-        if self.k == "auto":
-            return MAX_AUTO_K
+            return min(int(default), MAX_K), False
         if not self.k.isdecimal():
             raise UserError(f"k is {self.k!r}; give a whole number or auto")
-        return int(self.k)
+        return int(self.k), False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(
-    HttpOptions, LearningOptions, EngineOptions, ServedLookup, ServedSpeculation, Pair
+    HttpOptions, LearningOptions, EngineOptions, ServedLookup, NumDrafted, SpeculationOptions, Pair
 ):
     """Options of a server: of its parts, and of the pair's device."""
 
@@ -288,18 +290,18 @@ class ServeConfig(
         None, "CPU threads; default: one for each core", limits=Limits(1, 1024, "[]")
     )
 
-    def engine_config(self, trained_k: int | None = None) -> EngineConfig:
-        """Options of the engine alone. `trained_k`: draft positions that the draft was trained
-        for, where that is known."""
+    def engine_config(self, default_k: int | Literal["auto"] = DEFAULT_K) -> EngineConfig:
+        """Options of the engine alone."""
         shared = {
             field.name: getattr(self, field.name)
             for part in (EngineOptions, SpeculationOptions)
             for field in fields(part)
         }
         name = f"{socket.gethostname()}:{self.port}"
+        k, adaptive = self.most_drafted(default_k)
         return EngineConfig(
-            k=self.most_drafted(trained_k),
-            adaptive=self.k == "auto",
+            k=k,
+            adaptive=adaptive,
             engine_name=name if self.engine_name is None else self.engine_name,
             record_taps=self.record_taps,
             **shared,

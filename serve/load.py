@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.versions import folder_of, open_live, versions
 from draftsmith.errors import UserError
 from draftsmith.record import Sink
-from draftsmith.serve.config import ServeConfig
+from draftsmith.serve.config import DEFAULT_K, ServeConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 
@@ -84,7 +84,7 @@ class LoadedDraft(NamedTuple):
     version: str  # "" without a drafter, "0" for one that no version names
     number: int | None  # in the versions folder; None for a draft from elsewhere
     refused: str = ""  # why the live version of that folder is not the one
-    k: int | None = None  # draft positions that it was trained for, where that is known
+    k: int | Literal["auto"] = DEFAULT_K  # where none is given: as many as it was trained for
 
 
 def load_drafter(
@@ -94,14 +94,14 @@ def load_drafter(
     alone, or nothing. `drafter` takes the place of the trained draft."""
     if config.ngram:
         ngrams = Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)
-        return LoadedDraft(ngrams, "0", None)
+        return LoadedDraft(ngrams, "0", None, k="auto")
     own = None if drafter is None else LoadedDraft(drafter, "0", None)
     loaded = own or load_trained(config, target)
     if not config.suffix:
         return loaded
     text = Suffix(SuffixOptions(max_cached_requests=config.suffix_max_cached_requests))
     if loaded.drafter is None:
-        return LoadedDraft(text, "0", None)
+        return LoadedDraft(text, "0", None, k="auto")
     return loaded._replace(drafter=TextFirst(loaded.drafter, text))
 
 
@@ -121,7 +121,7 @@ def load_trained(config: ServeConfig, target: Target) -> LoadedDraft:
             return found
     draft = load_draft(config, target)
     if draft is not None and config.draft is not None:
-        k = trained_k(config.draft, revision=config.draft_revision)
+        k = trained_k(config.draft, revision=config.draft_revision) or DEFAULT_K
         return LoadedDraft(draft, "0", None, refused, k)
     if versions is not None:
         raise UserError(
@@ -137,8 +137,8 @@ def load_version(root: str, target: Target, *, dtype: torch.dtype | None) -> Loa
     refused = "" if opened.damage is None else str(opened.damage)
     if refused:
         log.warning("%s; starting with version %d", refused, opened.version)
-    k = None
+    k = DEFAULT_K
     with suppress(UserError):
         # The starting draft's record: later versions have that of their learning.
-        k = trained_k(folder_of(root, min(versions(root))))
+        k = trained_k(folder_of(root, min(versions(root)))) or k
     return LoadedDraft(opened.draft, str(opened.version), opened.version, refused, k)

@@ -116,11 +116,9 @@ def _fast_dtype(config: PreTrainedConfig, use: Use, choices: Choices) -> torch.d
         use = "plain"
     speed, name = speed_of(own, use, choices), name_of(own)
     # Commands of one target differ in their products, and so in what is the fastest.
-    here = f"in products of {PRODUCTS[use]} here"
+    here = f"here (products of {PRODUCTS[use]})"
     if speed.is_faster:
-        _tell(
-            f"dtype {name}: the checkpoint's, {speed.times:.1f} times the speed of float32 {here}"
-        )
+        _tell(f"dtype {name}: the checkpoint's, {speed.times:.1f} times as fast as float32 {here}")
         return own
     if num_weights * torch.float32.itemsize > host_bytes():
         _tell(f"dtype {name}: the checkpoint's, whose weights do not fit in memory as float32")

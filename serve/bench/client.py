@@ -108,7 +108,7 @@ class TimedAnswer:
 class PassResult:
     answers: list[TimedAnswer] = field(default_factory=list)
     wall_s: float = 0.0
-    counted: Scrape = field(default_factory=lambda: Scrape({}, {}))  # by the server meanwhile
+    counted: list[Scrape] = field(default_factory=list)  # by the server meanwhile
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +117,14 @@ class PassResult:
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.wall_s
+
+    def add(self, part: PassResult, first: int) -> None:
+        """Adds answers to the prompts from number `first` on."""
+        for answer in part.answers:
+            answer.prompt += first
+        self.answers += part.answers
+        self.wall_s += part.wall_s
+        self.counted += part.counted
 
 
 class Client:

@@ -1,5 +1,5 @@
-"""`draftsmith bench`: speed and acceptance over HTTP, speculation off against on, in alternating
-passes of one run, against a running server or one started for the time of the measurement."""
+"""`draftsmith bench`: speed and acceptance over HTTP, speculation off and on taking turns, against
+a running server or one started for the time of the measurement."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, fields
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +144,13 @@ def check(config: BenchConfig) -> None:
             "request_rate none"
         )
     check_draft_options(config)
+    config.most_drafted()
     if config.target is None:
         more = ("max_length", "tree")
         of_started = [
             *pair_options(config),
             *(name for name in more if vars(config)[name] not in (None, [])),
+            *(["k auto"] if config.k == "auto" else []),
         ]
         if of_started:
             raise UserError(
@@ -173,35 +176,48 @@ async def measure(
         for temperature in config.temperature
         for mode in (*config.modes, *config.tree)
     ]
-    progress = Progress("bench", total=config.repeats * len(cases), unit="passes")
     for case in cases:
         # Not timed: the first request of a kind pays for caches that later ones find warm.
         await clients.get(case.mode, clients[CHAIN]).measure(
             prompts[:1], _body(config, model, case), 1
         )
     run = f"bench {uuid.uuid4().hex}"  # Another run may have asked the same server.
-    for repeat in range(config.repeats):
-        # Every other pass goes backwards through the modes, so that a drift of the machine favours
-        # none.
-        for case in cases if repeat % 2 == 0 else reversed(cases):
-            client = clients.get(case.mode, clients[CHAIN])
-            body = _body(config, model, case)
-            if "speculation" in body:
-                # No pass finds prompts in the cache that the one before it has paid for.
-                body["cache_salt"] = (
-                    f"{run} {case.concurrency} {case.temperature} {case.mode} {repeat}"
-                )
-            before = await client.scrape()
-            result = await _pass(config, client, prompts, case, body)
-            result.counted = (await client.scrape()).since(before)
-            case.passes.append(result)
-            done = sum(len(one.passes) for one in cases)
-            progress.update(
-                done, f"T = {case.temperature:g}, {case.mode}: {result.tokens_per_s:.1f} tok/s"
-            )
-    progress.close()
+    asked, total = 0, config.repeats * len(cases) * len(prompts)
+    with closing(Progress("bench", total=total, unit="prompts")) as progress:
+        for repeat in range(config.repeats):
+            for case in cases:
+                case.passes.append(PassResult())
+            for case, first, share in turns(config, cases, prompts, repeat):
+                client = clients.get(case.mode, clients[CHAIN])
+                body = _body(config, model, case)
+                if "speculation" in body:
+                    # No pass finds prompts in the cache that another one has paid for.
+                    body["cache_salt"] = (
+                        f"{run} {case.concurrency} {case.temperature} {case.mode} {repeat}"
+                    )
+                before = await client.scrape()
+                result = await _pass(config, client, share, case, body)
+                result.counted = [(await client.scrape()).since(before)]
+                case.passes[-1].add(result, first)
+                asked += len(share)
+                speed = f"{case.passes[-1].tokens_per_s:.1f} tok/s"
+                progress.update(asked, f"T = {case.temperature:g}, {case.mode}: {speed}")
     metrics = await clients[CHAIN].scrape()
     return cases, cost_of(metrics.by("draftsmith_step_bytes", "step"))
+
+
+def turns(
+    config: BenchConfig, cases: Sequence[BenchCase], prompts: Sequence[Any], repeat: int
+) -> Iterator[tuple[BenchCase, int, Sequence[Any]]]:
+    """Cases with what each is asked next, and the number of its first prompt. Modes that are
+    compared take turns: with one user from prompt to prompt, else from pass to pass; every other
+    time backwards, so that a drift of the machine favours none."""
+    for (users, _), group in groupby(cases, key=lambda case: (case.concurrency, case.temperature)):
+        modes = list(group)
+        size = 1 if users == 1 and config.request_rate is None else len(prompts)
+        for number, first in enumerate(range(0, len(prompts), size)):
+            for case in modes if (repeat + number) % 2 == 0 else reversed(modes):
+                yield case, first, prompts[first : first + size]
 
 
 async def _pass(
@@ -214,7 +230,7 @@ async def _pass(
     if config.request_rate is None:
         return await client.measure(prompts, body, case.concurrency)
     # All modes of a repeat meet the same arrivals.
-    seed = config.seed + len(case.passes)
+    seed = config.seed + len(case.passes) - 1
     return await client.measure_open(prompts, body, gaps(config, len(prompts), seed=seed))
 
 
@@ -238,7 +254,9 @@ def _body(config: BenchConfig, model: str, case: BenchCase) -> dict[str, Any]:
     if case.mode == "off":
         body["speculation"] = {"k": 0, "report": True}
     elif case.mode == "on":
-        body["speculation"] = {"report": True} | ({} if config.k is None else {"k": config.k})
+        body["speculation"] = {"report": True} | (
+            {} if config.k in (None, "auto") else {"k": int(config.k)}
+        )
     elif case.mode in config.tree:
         body["speculation"] = {"report": True}  # its shape sets how much is drafted
     return body
@@ -267,6 +285,8 @@ def server_arguments(config: BenchConfig, tree: str = CHAIN) -> list[str]:
         arguments += ["--suffix-max-cached-requests", "0"]
     if tree != CHAIN:
         arguments += ["--tree", tree]
+    elif config.k == "auto":
+        arguments += ["--k", "auto"]
     if config.max_length is not None:
         arguments += ["--max-length", str(config.max_length)]
     return arguments

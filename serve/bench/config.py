@@ -8,7 +8,7 @@ from draftsmith.client import API_KEY_HELP
 from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Limits, option
 from draftsmith.drafters.config import Pair
 from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
-from draftsmith.serve.config import LookupOptions
+from draftsmith.serve.config import LookupOptions, NumDrafted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class ServedPair(LookupOptions, Pair):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig(SuiteOptions, ServedPair):
+class BenchConfig(SuiteOptions, NumDrafted, ServedPair):
     url: str | None = option(
         None, "a running OpenAI-compatible server, for example http://127.0.0.1:8000"
     )
@@ -39,9 +39,6 @@ class BenchConfig(SuiteOptions, ServedPair):
     )
     temperature: list[float] = option(
         factory=lambda: [0.0, 1.0], help="temperatures, each measured apart", limits=NOT_NEGATIVE
-    )
-    k: int | None = option(
-        None, "draft tokens per round; default: the server's", limits=NOT_NEGATIVE
     )
     modes: list[str] = option(
         factory=lambda: ["off", "on"],
@@ -71,7 +68,11 @@ class BenchConfig(SuiteOptions, ServedPair):
         "open loop: requests per second, independent of answers; default: closed loop",
         limits=POSITIVE,
     )
-    repeats: int = option(3, "passes over the prompts, modes taking turns", limits=AT_LEAST_1)
+    repeats: int = option(
+        3,
+        "passes over the prompts, modes taking turns: of one user by the prompt",
+        limits=AT_LEAST_1,
+    )
     model: str | None = option(None, "model name; default: the first one that the server lists")
     api_key: str | None = option(None, API_KEY_HELP)
     seed: int = option(

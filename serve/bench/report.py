@@ -77,7 +77,7 @@ def figures(case: BenchCase, *, draft_cost: DraftCost | None = None) -> Figures:
 def counted(case: BenchCase) -> Figures | None:
     """tau and alpha_i of a server that reports on no answer, by the counters that vLLM and ours
     share: of all requests that it answered meanwhile, without interval, ends not trimmed."""
-    scrapes = [one.counted for one in case.passes]
+    scrapes = [scrape for one in case.passes for scrape in one.counted]
 
     def total(name: str, **labels: str) -> float:
         return sum(one.total(COUNTER.format(name), **labels) for one in scrapes)

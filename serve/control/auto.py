@@ -19,7 +19,7 @@ from draftsmith.serve.control.control import (
     RowBudget,
     RowResult,
 )
-from draftsmith.serve.control.estimates import TOGETHER, RoundTimes, Survival
+from draftsmith.serve.control.estimates import TOGETHER, DraftLengths, RoundTimes, Survival
 
 PROBE_ROUNDS = 3
 EARLY, LATE = 8, 32  # rounds between two decisions, at first and at most while drafting
@@ -83,12 +83,12 @@ class AutoControl:
     learns = True
 
     def __init__(self, start: int = 3, survival: Survival | None = None):
-        self.start, self.survival = start, survival or Survival()
+        self.start, self.survival, self.lengths = start, survival or Survival(), DraftLengths()
         self._loads: dict[tuple[int, int], _Load] = {}
         self._rounds = 0  # of all loads
         self._decided = self._fed = 0.0  # fading sums: tokens decided, prompt tokens fed
-        # rounds in which a draft read text first
-        self._late: deque[tuple[_Load, RoundResult]] = deque(maxlen=8)
+        # rounds in which a draft read text first, with the tokens that a row drafted
+        self._late: deque[tuple[_Load, float, RoundResult]] = deque(maxlen=8)
 
     def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
         self._rounds += 1
@@ -123,6 +123,8 @@ class AutoControl:
         for row, times in Counter(result.offers).items():
             if row.accepted is not None:
                 self.survival.add(row.request_class, row.offered, row.accepted, times)
+            if row.drafted is not None:
+                self.lengths.add(row.offered, row.drafted, times)
 
     def new_draft(self) -> None:
         self._look_again(list(self._loads.values()), 0.05)
@@ -167,15 +169,27 @@ class AutoControl:
         self._fed = fade * self._fed + max(0, fed)
 
     def _measure(self, plan: _Plan, result: RoundResult, tokens: float) -> None:
-        load, times = plan.load, plan.load.times
+        load, times, drafted = plan.load, plan.load.times, self._drafted(result)
         if plan.is_measured and load.probe is not None and load.rate > 0.0:
-            load.cost += (result.seconds - tokens / load.rate) / times.by_k[load.k]
+            usual_s = times.at(self.lengths.of(load.k))
+            load.cost += (result.seconds - tokens / load.rate) / usual_s
         if result.catching_up:
-            self._late.append((load, result))
+            self._late.append((load, drafted, result))
             if load.probe is not None:
                 load.due = min(load.due + 1, load.probed[load.probe] + 2 * PROBE_ROUNDS)
         elif plan.is_measured:
-            times.add(result.k, result.seconds, usual=load.probe is None)
+            times.add(drafted, result.seconds, usual=load.probe is None)
+
+    def _drafted(self, result: RoundResult) -> float:
+        """Tokens that a row drafted, on average, of the k that were planned."""
+        counted = [row for row in result.offers if row.drafted is not None]
+        planned = sum(row.offered for row in counted)
+        if planned == 0:
+            return self.lengths.of(result.k)
+        return result.k * sum(row.drafted or 0 for row in counted) / planned
+
+    def _is_measured(self, load: _Load, k: int) -> bool:
+        return round(self.lengths.of(k)) in load.times.counts
 
     def _decide(self, load: _Load, rows: Counter[RowBudget], deepest: int) -> None:
         classes, before = {budget.request_class for budget in rows}, load.classes
@@ -185,7 +199,7 @@ class AutoControl:
             known = [other for other in self._loads.values() if other.times.compared]
             if known:
                 load.times.like(min(known, key=load.doublings).times)
-        measured = [k for k in range(deepest + 1) if k in load.times.counts]
+        measured = [k for k in range(deepest + 1) if self._is_measured(load, k)]
         if not measured:
             load.due = load.rounds + PROBE_ROUNDS
             return
@@ -197,7 +211,8 @@ class AutoControl:
         elif load.k == 0 and classes != before:
             load.look_again()
         load.rate = rates[load.k]
-        low, high = max(1, load.k - 1), min(max(load.k, 1) + 1, MAX_AUTO_K)
+        drafted = max(1, round(self.lengths.of(load.k)))
+        low, high = max(1, drafted - 1), min(drafted + 1, MAX_AUTO_K)
         depth_s = (load.times.by_k[high] - load.times.by_k[low]) / (high - low)
         load.least_survival = min(MOST_SURVIVAL, load.rate * depth_s / rows.total())
         load.caps = self._caps(load, deepest)
@@ -230,13 +245,14 @@ class AutoControl:
         if load.cost > FREE + SHARE * load.rounds:
             return None
         nearby = {0, load.k - 1, load.k + 1}
-        if load.k > 0 or 1 in counts:
+        if load.k > 0 or self._is_measured(load, 1):
             nearby.add(max(range(len(rates)), key=rates.__getitem__))
         hoped = self._rates(load, rows, len(rates) - 1, HOPE)
         winning: dict[int, float] = {}
         for k in nearby.intersection(range(len(rates))) - {load.k}:
             last = load.probed.get(k, 0)
-            price = UNSURE / (1 + counts.get(k, 0)) + (load.rounds - last) / OLD
+            known = counts.get(round(self.lengths.of(k)), 0)
+            price = UNSURE / (1 + known) + (load.rounds - last) / OLD
             rate = hoped[k] * (1.0 + price)
             if (last == 0 or last < load.since) and rate > (1.0 + GAIN_WANTED) * rates[load.k]:
                 winning[k] = rate
@@ -255,15 +271,15 @@ class AutoControl:
         # A draft reads as many prompts as are fed for these tokens.
         read_s = self._reading_s() * self._fed / max(1.0, self._decided)
         return [
-            count / (load.times.by_k[k] + (k > 0) * read_s * count)
+            count / (load.times.at(self.lengths.of(k)) + (k > 0) * read_s * count)
             for k, count in enumerate(tokens)
         ]
 
     def _reading_s(self) -> float:
         """Seconds that a draft takes to read a token of text late."""
-        known = [late for late in self._late if late[1].k in late[0].times.counts]
-        extra_s = sum(max(0.0, late.seconds - load.times.by_k[late.k]) for load, late in known)
-        return extra_s / max(1, sum(late.num_catch_up for _, late in known))
+        known = [late for late in self._late if round(late[1]) in late[0].times.counts]
+        extra_s = sum(max(0.0, late.seconds - load.times.at(depth)) for load, depth, late in known)
+        return extra_s / max(1, sum(late.num_catch_up for *_, late in known))
 
     def _caps(self, load: _Load, deepest: int) -> dict[str, int]:
         """Depths to which a class's drafts bring more than their time is worth; none for the
@@ -309,4 +325,5 @@ class TreeControl(AutoControl):
         return replace(chosen, ks=nodes, least_survival=0.0)
 
     def observe(self, result: RoundResult) -> None:
-        super().observe(result._replace(k=min(result.k, 1)))
+        offers = [row._replace(drafted=None) for row in result.offers]
+        super().observe(result._replace(k=min(result.k, 1), offers=offers))

@@ -27,12 +27,14 @@ class RowBudget(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """Offered and accepted tokens of a row. `accepted` is None where the request's draws can be
-    repeated (`Request.repeatable`): no control may depend on them."""
+    """Tokens of a row: planned, accepted, and those that the drafter had. The last two are None
+    where the request's draws can be repeated (`Request.repeatable`): no control may depend on
+    them."""
 
     request_class: str
     offered: int
     accepted: int | None
+    drafted: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,6 @@ class RoundResult(NamedTuple):
     seconds: float
     catching_up: bool  # the draft read far more than the last round's tokens
     offers: Sequence[RowResult]
-    # tokens that were put before the target; None where draws that can be repeated decided it
-    num_drafted: int | None = 0
     num_catch_up: int = 0  # tokens that the drafts had yet to read
 
 

@@ -4,6 +4,7 @@ drafted tokens by request class. Torch-free."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import exp, log, sqrt
 from statistics import median_low
 
@@ -21,16 +22,36 @@ MEMORY = 400.0  # rounds
 MAX_CLASSES = 256
 
 
+class DraftLengths:
+    """Tokens that rows draft of those planned, by position, older rounds fading: a drafter from
+    text often has fewer."""
+
+    def __init__(self) -> None:
+        self._shares, self._rows = [1.0] * MAX_AUTO_K, [FIRST_WEIGHT] * MAX_AUTO_K
+
+    def add(self, planned: int, drafted: int, times: int) -> None:
+        for position in range(min(planned, MAX_AUTO_K)):
+            self._rows[position] = min(self._rows[position] + times, MEMORY)
+            change = (position < drafted) - self._shares[position]
+            self._shares[position] += change * min(1.0, times / self._rows[position])
+
+    def of(self, k: int) -> float:
+        """Tokens that a row drafts where k are planned."""
+        return sum(accumulate(self._shares[:k], min))
+
+
 class RoundTimes:
-    """Seconds of a round of one load by k. Rounds of the usual k are slower or faster because the
-    machine is, so they change all k alike; rounds of another k show its price beside that."""
+    """Seconds of a round of one load by k, the tokens that a row drafted. Rounds of the usual plan
+    are slower or faster because the machine is, so they change all k alike; rounds of another plan
+    show the price of their k beside that."""
 
     def __init__(self) -> None:
         # Before any measurement only ratios count.
         self.by_k = [1.0 + FIRST_SLOPE * k for k in range(MAX_AUTO_K + 1)]
         self.counts: dict[int, int] = {}  # measurements by k
-        self._kind = -1, False  # k of the latest rounds, and whether it was the usual one
-        self._latest: list[float] = []  # logarithms of what they took of the expected time
+        # Logarithms of what the latest rounds took of the expected time, by k and whether their
+        # plan was the usual one.
+        self._latest: dict[tuple[int, bool], list[float]] = {}
 
     @property
     def compared(self) -> bool:
@@ -41,20 +62,29 @@ class RoundTimes:
         scale = next((self.by_k[k] / other.by_k[k] for k in self.counts), 1.0)
         self.by_k = [scale * seconds for seconds in other.by_k]
 
-    def add(self, k: int, seconds: float, *, usual: bool) -> None:
-        if self._kind != (k, usual):
-            self.settle()
-            self._kind, self._latest = (k, usual), []
-        self._latest.append(log(seconds / self.by_k[k]))
-        if len(self._latest) == TOGETHER:
-            self.settle()
+    def at(self, depth: float) -> float:
+        """Seconds between those of two k."""
+        low = min(int(depth), MAX_AUTO_K - 1)
+        return self.by_k[low] + (depth - low) * (self.by_k[low + 1] - self.by_k[low])
+
+    def add(self, depth: float, seconds: float, *, usual: bool) -> None:
+        """Take in a round whose rows drafted `depth` tokens on average."""
+        k = round(depth)
+        latest = self._latest.setdefault((k, usual), [])
+        latest.append(log(seconds / self.at(depth)))
+        if len(latest) == TOGETHER:
+            self._take_in(k, usual)
 
     def settle(self) -> None:
         """Take in the latest rounds."""
-        if len(self._latest) < FEWEST:
+        for k, usual in list(self._latest):
+            self._take_in(k, usual)
+
+    def _take_in(self, k: int, usual: bool) -> None:
+        latest = self._latest.pop((k, usual))
+        if len(latest) < FEWEST:
             return
-        change, rounds = median_low(self._latest), len(self._latest)
-        (k, usual), self._latest = self._kind, []
+        change, rounds = median_low(latest), len(latest)
         known = self.counts.get(k, 0)
         self.counts[k] = known + 1
         if not self.compared:

@@ -254,8 +254,9 @@ def round_result(round: Round, accepted: Sequence[int | None], seconds: float) -
             row.request.options.acceptance_class,
             row.k,
             None if count is None else min(count, row.k),
+            None if count is None else len(chain),
         )
-        for row, count in zip(drafting, accepted, strict=True)
+        for row, count, chain in zip(drafting, accepted, round.chains)
     ]
     return RoundResult(
         plan=round.schedule.plan,
@@ -263,7 +264,6 @@ def round_result(round: Round, accepted: Sequence[int | None], seconds: float) -
         num_rows=round.schedule.num_deciding,
         k=round.planned_k,
         seconds=seconds,
-        num_drafted=None if None in accepted else sum(map(len, round.chains)),
         catching_up=round.num_catch_up > 2 * (num_tokens + sum(row.k for row in drafting)),
         offers=offers,
         num_catch_up=round.num_catch_up,

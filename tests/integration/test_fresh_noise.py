@@ -152,7 +152,7 @@ class ByDrafted(FixedControl):
         return RoundPlan([0 if self.ended else wish.most for wish in wishes])
 
     def observe(self, result: RoundResult) -> None:
-        self.ended = 1 < result.num_drafted < K
+        self.ended = 1 < sum(row.drafted or 0 for row in result.offers) < K
 
 
 def answer(engine: EngineCore, length: int) -> torch.Tensor:

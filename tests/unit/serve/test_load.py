@@ -126,6 +126,15 @@ def test_a_server_drafts_as_many_tokens_as_the_training(target: Target, tmp_path
         (ServeConfig(target="", draft=str(own), k="3"), 3),
         (ServeConfig(target="", draft=str(bare)), DEFAULT_K),
         (ServeConfig(target="", versions=str(learned)), 2),
-        (ServeConfig(target="", ngram=True), DEFAULT_K),
+        (ServeConfig(target="", draft=str(own), suffix=True), 2),
     ):
-        assert load_engine(replace(config, compile="off"), target).engine.config.k == k, config
+        engine = load_engine(replace(config, compile="off"), target).engine.config
+        assert (engine.k, engine.adaptive) == (k, False), config
+
+
+@pytest.mark.parametrize("family", ["ngram", "suffix"])
+def test_text_alone_drafts_as_much_as_pays(family: str, target: Target) -> None:
+    for k, adaptive in ((None, True), ("3", False), ("0", False)):
+        config = ServeConfig(target="", compile="off", k=k, **{family: True})  # type: ignore
+        engine = load_engine(config, target).engine.config
+        assert (engine.k, engine.adaptive) == (8 if k is None else int(k), adaptive)

@@ -63,20 +63,20 @@ def test_the_checkpoints_own_type_where_it_is_faster(
         (
             "plain",
             0.5,
-            "dtype bfloat16: the checkpoint's, 14.0 times the speed of float32 in products of "
-            "torch here",
+            "dtype bfloat16: the checkpoint's, 14.0 times as fast as float32 here (products "
+            "of torch)",
         ),
         (
             "plain",
             50.0,
-            "dtype float32: the checkpoint's bfloat16 has 0.14 of its speed in products of "
-            "torch here",
+            "dtype float32: the checkpoint's bfloat16 has 0.14 of its speed here (products "
+            "of torch)",
         ),
         (
             "step",
             50.0,
-            "dtype float32: the checkpoint's bfloat16 has 0.14 of its speed in products of "
-            "training here",
+            "dtype float32: the checkpoint's bfloat16 has 0.14 of its speed here (products "
+            "of training)",
         ),
     ],
 )
@@ -109,8 +109,8 @@ def test_float16_is_timed_and_never_rounded_unasked(
     slow = times(tmp_path, float32=1.0, float16=4.0, bfloat16=0.25)
     assert found(folder, slow) == FLOAT32
     assert capsys.readouterr().err == (
-        "draftsmith: dtype float32: the checkpoint's float16 has 0.25 of its speed in products "
-        "of a server here; --dtype bfloat16 rounds the weights, 4.0 times as fast\n"
+        "draftsmith: dtype float32: the checkpoint's float16 has 0.25 of its speed here (products "
+        "of a server); --dtype bfloat16 rounds the weights, 4.0 times as fast\n"
     )
     (tmp_path / "other").mkdir()
     fast = times(tmp_path / "other", float32=1.0, float16=0.5)

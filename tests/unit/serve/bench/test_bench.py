@@ -179,7 +179,10 @@ def test_the_started_server_gets_the_pair_that_bench_got() -> None:
             check(BenchConfig(url="x", **{name: given[name]}))
 
 
-def test_trees_are_modes_on_servers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("users", [[1], [2]])
+def test_modes_take_turns_and_trees_have_servers_of_their_own(
+    users: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, dict]] = []
 
     class Recorded:
@@ -193,27 +196,32 @@ def test_trees_are_modes_on_servers_of_their_own(monkeypatch: pytest.MonkeyPatch
             return Scrape({}, {})
 
         async def measure(self, prompts: list, body: dict, concurrency: int) -> PassResult:
-            asked.append((self.url, body.get("speculation")))
+            asked.append((self.url, body.get("speculation"), len(prompts)))
             return case("", [1.0]).passes[0]
 
     monkeypatch.setattr(command, "Client", Recorded)
     config = BenchConfig(
-        target="t", draft="d", tree=["dynamic", "sampled:2x1"], temperature=[0.0], repeats=2, k=3
-    )
+        target="t", draft="d", tree=["dynamic", "sampled:2x1"], temperature=[0.0], repeats=2, k="3",
+        concurrency=users,
+    )  # fmt: skip
     check(config)
     urls = {"": "chain", "dynamic": "first", "sampled:2x1": "second"}
-    cases, _ = asyncio.run(command.measure(config, urls, [{"prompt": "x"}]))
-    assert [(one.mode, len(one.passes)) for one in cases] == [
-        (mode, 2) for mode in ("off", "on", "dynamic", "sampled:2x1")
+    cases, _ = asyncio.run(command.measure(config, urls, [{"prompt": "x"}, {"prompt": "y"}]))
+    size = 1 if users == [1] else 2
+    assert [(one.mode, [len(each.answers) for each in one.passes]) for one in cases] == [
+        (mode, [4 // size] * 2) for mode in ("off", "on", "dynamic", "sampled:2x1")
     ]
-    expected = [
+    modes = [
         ("chain", {"k": 0, "report": True}),
         ("chain", {"k": 3, "report": True}),
         ("first", {"report": True}),
         ("second", {"report": True}),
     ]
-    # One request before the passes, then forwards and backwards.
-    assert asked == [*expected, *expected, *reversed(expected)]
+    forwards = [(*mode, size) for mode in modes]
+    turns = [*forwards, *reversed(forwards)]
+    # One request of each before the passes.
+    assert asked == [(*mode, 1) for mode in modes] + (turns if size == 2 else
+                     [*turns, *reversed(forwards), *forwards])  # fmt: skip
     assert server_arguments(config, "dynamic")[-2:] == ["--tree", "dynamic"]
     assert "--tree" not in server_arguments(config)
 
@@ -223,9 +231,11 @@ def test_trees_are_modes_on_servers_of_their_own(monkeypatch: pytest.MonkeyPatch
     [
         ({"url": "x", "tree": ["dynamic"]}, "tree is for a server started here"),
         ({"target": "t", "tree": ["bush"]}, "tree is 'bush'"),
+        ({"url": "x", "k": "auto"}, "k auto is for a server started here"),
+        ({"target": "t", "k": "few"}, "k is 'few'; give a whole number or auto"),
     ],
 )
-def test_trees_that_cannot_be_measured(options: dict, words: str) -> None:
+def test_drafts_that_cannot_be_measured(options: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check(BenchConfig(**options))
 

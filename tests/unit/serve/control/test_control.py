@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from math import cos, pi
+from statistics import fmean
 
 import pytest
 
@@ -85,7 +87,7 @@ def play(
             * (4.0 if chance.random() < 0.005 else 1.0)
         )
         control.observe(
-            RoundResult(plan, len(classes), len(classes), max(ks), noisy_s, False, offers, sum(ks))
+            RoundResult(plan, len(classes), len(classes), max(ks), noisy_s, False, offers)
         )
         if number >= skip:
             # Expectations, so that luck with the drafts does not blur the comparison.
@@ -113,6 +115,43 @@ def fixed_rate(
 def best_fixed(machine: Machine, classes: list[str], rounds: int) -> tuple[float, int]:
     rates = [fixed_rate(machine, classes, k, rounds) for k in range(MOST + 1)]
     return max(rates), rates.index(max(rates))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("token_share, alpha", [(0.5, 0.45), (0.5, 0.7), (0.2, 0.6)])
+def test_a_drafter_that_often_has_nothing_is_judged_by_what_it_drafts(
+    rows: int, token_share: float, alpha: float
+) -> None:
+    """Texts repeat ever more and then ever less; a row drafts a whole chain where its text repeats
+    and nothing elsewhere. A drafted token a row takes `token_share` of a pass."""
+
+    def rate(control: Control, seed: int) -> float:
+        chance, tokens, seconds = random.Random(seed), 0.0, 0.0
+        for number in range(4000):
+            ks = (plan := control.choose([RowBudget("", MOST)] * rows, rows)).ks
+            repeating = 0.5 - 0.5 * cos(2 * pi * number / 400)
+            drafted = [k * (chance.random() < repeating) for k in ks]
+            kept = [next((at for at in range(k) if chance.random() > alpha), k) for k in drafted]
+            round_s = 0.01 * (1 + token_share * sum(drafted) / rows)
+            offers = [RowResult("", *row) for row in zip(ks, kept, drafted) if max(ks)]
+            noisy_s = round_s * (1.0 + 0.05 * abs(chance.gauss(0, 1)))
+            control.observe(RoundResult(plan, rows, rows, max(ks), noisy_s, False, offers))
+            tokens, seconds = tokens + rows + sum(kept), seconds + round_s
+        return tokens / seconds
+
+    def mean(control: Callable[[], Control]) -> float:
+        return fmean(rate(control(), seed) for seed in range(3))
+
+    best = max(mean(partial(Always, k)) for k in range(5))
+    assert mean(AutoControl) > 0.975 * best
+
+
+class Always(FixedControl):
+    def __init__(self, k: int):
+        self.k = k
+
+    def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
+        return RoundPlan([self.k] * len(budgets))
 
 
 BATCHES = [1, 4, 48, 256]
@@ -305,7 +344,7 @@ def test_prompts_that_the_draft_reads_late_are_part_of_the_price(
                     offers = [RowResult("", k, kept)] if k else []
                     unread = late_rounds if is_late else 0
                     control.observe(
-                        RoundResult(plan, 1, 1, k, took_ms / 1e3, is_late, offers, k, unread)
+                        RoundResult(plan, 1, 1, k, took_ms / 1e3, is_late, offers, unread)
                     )
                 left -= 1 + kept
                 if number >= 100:

@@ -30,9 +30,7 @@ def play_round(
     ]
     k = max(plan.ks)
     seconds = 1e-3 * (1 + 0.2 * k)
-    control.observe(
-        RoundResult(plan, num_tokens, len(rows), k, seconds, False, offers, num_drafted=k)
-    )
+    control.observe(RoundResult(plan, num_tokens, len(rows), k, seconds, False, offers))
     return plan.ks
 
 
