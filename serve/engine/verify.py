@@ -130,7 +130,7 @@ def _host_prefixes(
         # A node that hangs nowhere is read by none.
         above = [max(parent, -1) for parent in found[width : width + size]]
         parents[row] = above or range(-1, size - 1)
-    return tree_prefixes(tokens, parents).drafted
+    return tree_prefixes(tokens, parents)
 
 
 def read(

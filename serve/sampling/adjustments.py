@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -177,25 +176,17 @@ def sampling_state(
     )
 
 
-class DraftPrefixes(NamedTuple):
-    """Owner and drafted prefix of every row of target logits."""
-
-    owners: list[int]  # which request's
-    drafted: list[list[int]]  # the drafted tokens before it
-
-
 def tree_prefixes(
     drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
-) -> DraftPrefixes:
-    """Prefixes of trees: `parents[b][i]` is the node before node i of row b, -1 where that is the
-    last committed token."""
-    prefixes = DraftPrefixes([], [])
-    for owner, (tokens, above) in enumerate(zip(drafted, parents, strict=True)):
+) -> list[list[int]]:
+    """Drafted tokens before every row of target logits. `parents[b][i]` is the node before node i
+    of row b, -1 where that is the last committed token."""
+    prefixes: list[list[int]] = []
+    for tokens, above in zip(drafted, parents, strict=True):
         paths: list[list[int]] = [[]]
         for token, parent in zip(tokens, above):
             paths.append([*paths[parent + 1], token])
-        prefixes.owners.extend([owner] * len(paths))
-        prefixes.drafted.extend(paths)
+        prefixes += paths
     return prefixes
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,62 +19,49 @@ from draftsmith.serve.sampling.grammar_matcher import GrammarMatcher
 from draftsmith.serve.sampling.params import SamplingParams
 
 log = logging.getLogger(__name__)
+NONE = (1.0, 0.0, 0.0)  # penalties that change nothing
 # What the machine cannot do, whichever request meets it first.
 _SHARED = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
-class TokenCounts:
-    """U distinct tokens of a text as they came, in tensors of the host; penalties read these, never
-    the whole vocabulary."""
+class TokenTable:
+    """The tokens that a request's biases, bans and penalties concern, each once as they came, in
+    one tensor of the host: none of these reads the whole vocabulary. Token 0 is always there.
 
-    def __init__(self, num_prompt: int):
-        self.num_prompt = num_prompt
-        self.places: dict[int, int] = {}  # of each token in the tensors
-        self.ids = torch.zeros(0, dtype=torch.int64)  # [U]
-        self.output = torch.zeros(0, dtype=torch.int64)  # [U] how often in the output
-        self.prompt = torch.zeros(0, dtype=torch.bool)  # [U] whether in the prompt
-        self._counted = 0
-        self._order: torch.Tensor | None = None
+    Args:
+        biases: by token; -inf bans it.
+        ends: tokens that are banned while the answer may not end.
+        num_prompt: the text is counted from its beginning; None: not at all.
+    """
+
+    def __init__(
+        self, biases: Mapping[int, float], ends: Collection[int] = (), num_prompt: int | None = None
+    ):
+        values = {0: 0.0, **dict.fromkeys(ends, 0.0), **biases}
+        self._places = dict(zip(values, itertools.count()))
+        # [5, W] int64: id, bits of the float64 bias, how often in the output, whether in the
+        # prompt, whether it is an end
+        self.columns = torch.zeros(5, len(values), dtype=torch.int64)
+        self.columns[0] = torch.tensor(list(values))
+        self.columns[1] = torch.tensor(list(values.values()), dtype=torch.float64).view(torch.int64)
+        self.columns[4, [self._places[token] for token in ends]] = 1
+        self._num_prompt, self._counted = num_prompt, 0
 
     def follow(self, tokens: Sequence[int]) -> None:
         """`tokens`, the prompt and the output, have grown."""
+        if self._num_prompt is None:
+            return
         begin, self._counted = self._counted, len(tokens)
         new = tokens[begin:]
-        if fresh := [token for token in dict.fromkeys(new) if token not in self.places]:
-            self._make_room(fresh)
-        at = torch.tensor([self.places[token] for token in new], dtype=torch.int64)
-        in_prompt = max(self.num_prompt - begin, 0)
-        self.prompt.index_fill_(0, at[:in_prompt], True)
-        self.output.index_add_(0, at[in_prompt:], torch.ones_like(at[in_prompt:]))
-
-    def _make_room(self, fresh: Sequence[int]) -> None:
-        """Place for distinct tokens that have none."""
-        self.places.update(zip(fresh, itertools.count(len(self.places))))
-        self.ids = torch.cat([self.ids, torch.tensor(fresh)])
-        self.output, self.prompt = (
-            torch.cat([part, part.new_zeros(len(fresh))]) for part in (self.output, self.prompt)
-        )
-        self._order = None
-
-    @property
-    def order(self) -> torch.Tensor:
-        """[U] places of the tokens, ascending by token."""
-        if self._order is None:
-            self._order = self.ids.argsort()
-        return self._order
-
-
-class Bias(NamedTuple):
-    ids: torch.Tensor  # [n] int64
-    values: torch.Tensor  # [n] float64
-
-    @classmethod
-    def of(cls, biases: Sequence[tuple[int, float]]) -> Bias:
-        ids, values = zip(*biases) if biases else ((), ())
-        return cls(torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float64))
-
-
-NO_BIAS = Bias.of(())
+        if fresh := [token for token in dict.fromkeys(new) if token not in self._places]:
+            self._places.update(zip(fresh, itertools.count(len(self._places))))
+            more = torch.zeros(len(self.columns), len(fresh), dtype=torch.int64)
+            more[0] = torch.tensor(fresh)
+            self.columns = torch.cat([self.columns, more], dim=1)
+        at = torch.tensor([self._places[token] for token in new], dtype=torch.int64)
+        in_prompt = max(self._num_prompt - begin, 0)
+        self.columns[3].index_fill_(0, at[:in_prompt], 1)
+        self.columns[2].index_add_(0, at[in_prompt:], torch.ones_like(at[in_prompt:]))
 
 
 class SamplingState:
@@ -107,14 +95,18 @@ class SamplingState:
             params.frequency_penalty,
             params.presence_penalty,
         )
-        self.counts = TokenCounts(num_prompt) if self.penalties != (1.0, 0.0, 0.0) else None
+        biases = dict(params.logit_bias)
+        biases |= {word[0]: -math.inf for word in params.bad_words if len(word) == 1}
+        ends = self.ends if params.min_tokens > 0 else ()
+        self.table: TokenTable | None = None
+        if biases or ends or self.penalties != NONE:
+            counted = None if self.penalties == NONE else num_prompt
+            self.table = TokenTable(biases, ends, counted)
         self.forbidden: torch.Tensor | None = None  # [V] bool, of `allowed_token_ids`
         if params.allowed_token_ids is not None:
             forbidden = torch.ones(vocab_size, dtype=torch.bool)
             forbidden[list(params.allowed_token_ids)] = False
             self.forbidden = sent_tensor(device, forbidden)
-        self.single = list(dict.fromkeys(word[0] for word in params.bad_words if len(word) == 1))
-        self.bias = Bias.of(params.logit_bias)
         # By the token before the last one, so that only words that could be completed now are
         # looked at.
         self._longer: dict[int, list[tuple[int, ...]]] = {}
@@ -145,17 +137,18 @@ class SamplingState:
 
     def _follow(self, tokens: list[int]) -> None:
         self.tokens = tokens
-        if self.counts is not None:
-            self.counts.follow(tokens)
+        if self.table is not None:
+            self.table.follow(tokens)
         if self.matcher is not None and len(tokens) > self._matched:
             self.matcher.commit(tokens[self._matched :])
             self._matched = len(tokens)
 
     @property
     def reads_tokens(self) -> bool:
-        """True where the host needs the drafted tokens to adjust what comes behind them."""
+        """True where the host needs the drafted tokens to adjust what comes behind them, or leaves
+        no token at all."""
         own = self.matcher is not None or bool(self.params.logits_processors)
-        return own or bool(self._longer)
+        return own or bool(self._longer or self.error)
 
     @property
     def least_left(self) -> int:

@@ -26,7 +26,7 @@ from draftsmith.serve.engine.round import Round
 from draftsmith.serve.requests.request import Request, RequestOptions, Update
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
-from draftsmith.serve.sampling.tables import CountedTexts
+from draftsmith.serve.sampling.tables import TokenTables
 from tests.integration.served import (
     PATTERN,
     TEXT,
@@ -406,7 +406,7 @@ def always_ahead(patch: Patch) -> None:
 
 
 def unpenalised(patch: Patch) -> None:
-    patch.setattr(CountedTexts, "penalise", lambda self, *given: None)
+    patch.setattr(TokenTables, "apply", lambda self, *given: None)
 
 
 class Mistake(NamedTuple):

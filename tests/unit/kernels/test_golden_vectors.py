@@ -23,10 +23,10 @@ from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.residual import accepts
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import DraftTree, Verdict
-from draftsmith.serve.sampling.adjustments import Adjustments, tree_prefixes
+from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.sampling.state import SamplingState
-from tests.adjusting import apply
+from tests.adjusting import apply, chain_prefixes
 from tests.draft_trees import verify_as_tree
 
 Verify = Callable[..., Verdict]
@@ -110,8 +110,7 @@ def test_vllm_penalties(verify: Verify) -> None:
         )
         state.follow(tokens)
         states.append(state)
-    prefixes = tree_prefixes(drafts, [range(-1, len(chain) - 1) for chain in drafts])
-    p = greedy(apply(Adjustments(states), logits, *prefixes))
+    p = greedy(apply(Adjustments(states), logits, *chain_prefixes(*drafts)))
     verdict = verify(p, padded(drafts, 3), ids(3, 0, 3), None, ids(0, 1, 2), ids(3, 2, 2))
     assert verdict.tokens.tolist() == [[1, 15, -1, -1], [7, -1, -1, -1], [1, 1, 15, -1]]
 

@@ -13,16 +13,11 @@ from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.errors import UserError
-from draftsmith.serve.sampling.adjustments import (
-    Adjustments,
-    DraftPrefixes,
-    check_processors,
-    tree_prefixes,
-)
+from draftsmith.serve.sampling.adjustments import Adjustments, check_processors, tree_prefixes
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.state import SamplingState
-from draftsmith.serve.sampling.tables import CountedTexts, Seen
-from tests.adjusting import apply
+from draftsmith.serve.sampling.tables import AdjustmentTables
+from tests.adjusting import apply, chain_prefixes
 
 VOCAB = 12
 EOS = (0,)
@@ -102,14 +97,10 @@ def test_every_row_equals_transformers_processors_with_its_drafted_tokens(
         )
 
 
-def chain_prefixes(*chains: list[int]) -> DraftPrefixes:
-    return tree_prefixes(chains, [range(-1, len(chain) - 1) for chain in chains])
-
-
 def test_prefixes_are_the_paths_to_each_row() -> None:
     assert chain_prefixes([4, 5], [], [6]) == ([0, 0, 0, 1, 2, 2], [[], [4], [4, 5], [], [], [6]])
     tree = tree_prefixes([[4, 5, 6, 7], []], [[-1, -1, 1, 0], []])
-    assert tree == ([0, 0, 0, 0, 0, 1], [[], [4], [5], [5, 6], [4, 7], []])
+    assert tree == [[], [4], [5], [5, 6], [4, 7], []]
 
 
 def test_counts_follow_the_text_as_it_grows(adjusted: Callable[..., torch.Tensor]) -> None:
@@ -125,37 +116,34 @@ def test_counts_follow_the_text_as_it_grows(adjusted: Callable[..., torch.Tensor
             assert torch.equal(found, expected)
 
 
-def test_rows_that_the_host_has_not_are_penalised_alike() -> None:
-    """As drafting on a device has them; a text that is shorter, and one without a penalty."""
-    asked = SamplingParams(frequency_penalty=1.0, repetition_penalty=1.5, presence_penalty=0.3)
-    adjust = batch(
-        (asked, [4, 2, 3, 1], [6, 1]), (SamplingParams(min_tokens=1), [1], [7]), (asked, [3], [7])
+def test_rows_that_the_host_has_not_are_penalised_alike(
+    adjusted: Callable[..., torch.Tensor],
+) -> None:
+    """As drafting on a device has them; a text that is shorter, whose padding is drafted, and one
+    without a penalty."""
+    asked = SamplingParams(
+        frequency_penalty=1.0,
+        repetition_penalty=1.5,
+        presence_penalty=0.3,
+        logit_bias=((0, 0.4), (9, -1.5)),
     )
+    requests = [
+        (asked, [4, 2, 3, 1], [6, 1]), (SamplingParams(min_tokens=1), [1], [7]), (asked, [3], [7])
+    ]  # fmt: skip
+    adjust = batch(*requests)
+    assert adjust is not None
     owners = [0, 1, 2, 2, 0]
     rows, logits = torch.tensor(owners), torch.randn(5, VOCAB)
-    drafted = torch.tensor([[7, 3, 7], [7, 7, 1], [7, 2, -1], [-1, -1, -1], [9, 6, -1]])
-    seen = Seen.of(Seen.columns(adjust.states), adjust.states)
-    assert seen is not None
-    of_none, of_owners, expected = (logits.clone() for _ in range(3))
-    seen.penalise(of_none, rows, drafted, None)
-    seen.penalise(of_owners, rows, drafted, owners)
-    CountedTexts(adjust.states).penalise(expected, rows, drafted, owners)
-    assert torch.equal(of_none, expected) and torch.equal(of_owners, expected)
-    assert not torch.equal(expected, logits)
-
-
-def test_a_pair_of_a_row_and_a_token_has_the_same_counts_wherever_it_stands() -> None:
-    """What pads a shorter text repeats its first token, which is drafted here."""
-    asked = SamplingParams(frequency_penalty=1.0)
-    states = batch((asked, [1, 2, 3, 4], [5, 6]), (asked, [3], [7])).states
-    seen = Seen.of(Seen.columns(states), states)
-    assert seen is not None
-    drafted = torch.tensor([[1, 9, 1], [3, 7, -1]])
-    pairs = seen._pairs(torch.tensor([0, 1]), drafted, torch.tensor([6, 6]), 12, padded=True)
-    found: dict[tuple[int, int], tuple[int, bool]] = {}
-    for line, token, output, prompt in zip(*(part.tolist() for part in pairs), strict=True):
-        assert found.setdefault((line, token), (output, prompt)) == (output, prompt)
-    assert found[1, 3] == (1, True) and found[1, 7] == (2, False) and found[0, 1] == (2, True)
+    drafted = torch.tensor([[7, 3, 7], [7, 7, 1], [0, 7, -1], [-1, -1, -1], [9, 6, -1]])
+    tables = AdjustmentTables.of(adjust.states, CPU)
+    of_none, of_owners = logits.clone(), logits.clone()
+    tables.apply(of_none, rows, drafted, None)
+    tables.apply(of_owners, rows, drafted, owners)
+    assert torch.equal(of_none, of_owners)
+    for row, owner in enumerate(owners):
+        params, prompt, output = requests[owner]
+        text = prompt + output + [token for token in drafted[row].tolist() if token >= 0]
+        assert torch.equal(of_none[row], adjusted(params, text, len(prompt), EOS, logits[row]))
 
 
 def test_a_request_that_asks_for_nothing_has_no_adjustment_and_its_neighbour_changes_no_row_of_it() -> (
