@@ -12,6 +12,7 @@ everything it reads stays at its address: weights, pools, inputs and outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,10 +36,12 @@ class PassInputs(NamedTuple):
     ids: list[int]  # [T]
     positions: list[int]  # [T]
     lengths: list[int]  # [B]
-    logit_rows: list[int]  # [R] indices into T
+    logit_rows: list[int]  # [R] indices into T; those of prompts' logprobs come last
     tables: torch.Tensor  # [B, blocks] int64 on the device
+    begins: Sequence[int] = ()  # first index of each row in T
+    num_prompt_rows: int = 0  # of R
     drafted: DraftedIds | None = None
-    # [n] of the flattened drafted tokens, [n] indices into T that they go to
+    # [n] of the flattened tokens that are on the device, [n] indices into T that they go to
     moves: tuple[list[int], ...] = ()
     upload: Upload | None = None  # what is on the device already
     static: tuple[list[int], ...] | None = None  # as `PassGraphs.columns` gives them

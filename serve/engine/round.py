@@ -118,7 +118,7 @@ def _distributions(options: tuple[DrawOptions, ...], device: torch.device) -> Sa
 class PassOutput(NamedTuple):
     logits: torch.Tensor  # [R, V] float32: a deciding row owns 1 + its drafted tokens
     taps: torch.Tensor | None  # [T, n * H]
-    begins: list[int]  # first index of each row in T
+    begins: Sequence[int]  # first index of each row in T
     # [P, V] float32: after the positions that `prompt_positions` names, row after row
     prompt_logits: torch.Tensor
     every: Sequence[torch.Tensor] | None = None  # states of the pass, as `States` has them

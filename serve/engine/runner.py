@@ -64,47 +64,43 @@ class BlockTables:
         return self.host[:, :width].index_select(0, slots)
 
 
-class PackedRows(NamedTuple):
-    """Rows of a pass one after another; T tokens."""
-
-    ids: list[int]  # [T]
-    positions: list[int]  # [T]
-    lengths: list[int]  # of each row
-    begins: list[int]  # first index of each row in T
-    logit_rows: list[int]  # indices into T whose logits decide a token
-    prompt_rows: list[int]  # and whose logits give a prompt token's logprob
-    awaited: list[int]  # and whose ids the host does not have
-
-    @property
-    def head_rows(self) -> list[int]:
-        """Both. A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it
-        runs on one that is not read."""
-        return (self.logit_rows + self.prompt_rows) or [0]
-
-
 def pack(
-    rows: Sequence[ScheduledRow], sizes: Sequence[int], known: Sequence[list[int]] = ()
-) -> PackedRows:
-    """`sizes` drafted tokens of each row; their ids are 0 here but for those of the first rows that
-    are `known`."""
-    packed = PackedRows([], [], [], [], [], [], [])
+    rows: Sequence[ScheduledRow],
+    sizes: Sequence[int],
+    width: int,
+    tables: torch.Tensor,
+    known: Sequence[list[int]] = (),
+) -> PassInputs:
+    """Rows one after another with `sizes` drafted tokens of each, which come as [B, width]; width
+    0: those of the first rows are `known`. Ids that the host does not have are 0."""
+    inputs = PassInputs([], [], [], [], tables)
+    ids, begins, prompts = inputs.ids, list[int](), list[int]()
+    sources, targets = list[int](), list[int]()
     for index, (row, size) in enumerate(zip(rows, sizes, strict=True)):
-        begin, ids = len(packed.ids), packed.ids
-        packed.begins.append(begin)
-        ids += row.request.tokens[row.begin : row.begin + row.count]
+        begin, known_end = len(ids), row.begin + row.count
+        begins.append(begin)
+        ids += row.request.tokens[row.begin : known_end]
         if len(ids) == begin:
-            packed.awaited.append(begin)
+            sources.append(index)
+            targets.append(begin)
             ids.append(0)
+        if width:
+            sources += range(index * width, index * width + size)
+            targets += range(len(ids), len(ids) + size)
         ids += known[index] if index < len(known) else [0] * size
         if row.request.params.prompt_logprobs is not None:
-            packed.prompt_rows.extend(
-                [begin + position - row.begin for position in prompt_positions(row)]
-            )
-        packed.positions.extend(range(row.begin, row.begin + row.count + size))
-        packed.lengths.append(row.count + size)
+            prompts += [begin + position - row.begin for position in prompt_positions(row)]
+        inputs.positions.extend(range(row.begin, known_end + size))
+        inputs.lengths.append(row.count + size)
         if row.samples:
-            packed.logit_rows.extend(range(len(ids) - size - 1, len(ids)))
-    return packed
+            inputs.logit_rows.extend(range(len(ids) - size - 1, len(ids)))
+    inputs.logit_rows.extend(prompts)
+    if not inputs.logit_rows:
+        # A pass of prompt pieces alone decides nothing; a head cannot run on no rows, so it runs on
+        # one that is not read.
+        inputs.logit_rows.append(0)
+    moves = (sources, targets) if width or targets else ()
+    return inputs._replace(begins=begins, moves=moves, num_prompt_rows=len(prompts))
 
 
 class PlannedPass(NamedTuple):
@@ -113,7 +109,6 @@ class PlannedPass(NamedTuple):
     rows: Sequence[ScheduledRow]
     sizes: list[int]  # drafted tokens of each
     width: int  # of the drafted tokens [B, width] to come
-    packed: PackedRows
     inputs: PassInputs
 
 
@@ -155,16 +150,10 @@ class TargetRunner:
         known: Sequence[list[int]] = (),
     ) -> PlannedPass:
         """A pass with `sizes` drafted tokens of each row, `known` or to come as [B, width]."""
-        packed = pack(rows, sizes, known)
-        moves: tuple[list[int], ...] = ()
-        if width:
-            moves = moves_of(rows, sizes, packed.begins, width)
-        elif packed.awaited:
-            moves = (list(range(len(rows))), packed.awaited)
-        inputs = PassInputs(*packed[:3], packed.head_rows, tables, moves=moves)
+        inputs = pack(rows, sizes, width, tables, known)
         if self.graphs is not None:
             inputs = inputs._replace(static=self.graphs.columns(inputs))
-        return PlannedPass(rows, sizes, width, packed, inputs)
+        return PlannedPass(rows, sizes, width, inputs)
 
     def run(
         self,
@@ -194,23 +183,22 @@ class TargetRunner:
         if planned is None or planned.rows is not rows or planned[1:3] != (sizes, width):
             ids = [row[2 : 2 + row[1]] for row in known or ()]
             planned = self._plan(rows, sizes, width, tables, ids)
-        packed, logit_rows = planned.packed, planned.inputs.logit_rows
         inputs = planned.inputs._replace(tables=tables, drafted=drafted, upload=upload)
         split = None if self.states is None else self._split(rows, sizes)
         adapted = None
         if self.adapters is not None:
-            adapted = adapted_tokens(rows, packed.begins, packed.lengths, self.device)
+            adapted = adapted_tokens(rows, inputs.begins, inputs.lengths, self.device)
         if self.adapters is None or not adapted:
             output = None if self.graphs is None else self.graphs.run(inputs, taps)
             if output is None:
                 output = self._forward(inputs, taps, split)
         else:
-            with self.adapters.of(adapted, len(packed.ids)):
+            with self.adapters.of(adapted, len(inputs.ids)):
                 output = self._forward(inputs, taps, split)
-        count = len(logit_rows) - len(packed.prompt_rows)
-        logits = output.logits if count == len(logit_rows) else output.logits[:count]
+        count = len(inputs.logit_rows) - inputs.num_prompt_rows
+        logits = output.logits[:count] if inputs.num_prompt_rows else output.logits
         prompt_logits = output.logits[count:]
-        return PassOutput(logits, output.taps, packed.begins, prompt_logits, output.every)
+        return PassOutput(logits, output.taps, inputs.begins, prompt_logits, output.every)
 
     def _split(self, rows: Sequence[ScheduledRow], sizes: Sequence[int]) -> Split:
         """Pieces of the pass for layers with a state."""
@@ -232,19 +220,6 @@ class TargetRunner:
         if split is not None:
             context = StatePass(context, split)
         return self.target.forward(ids[None], positions[None], context, logit_rows, taps)
-
-
-def moves_of(
-    rows: Sequence[ScheduledRow], sizes: Sequence[int], begins: Sequence[int], width: int
-) -> tuple[list[int], list[int]]:
-    """Moves of drafted tokens [B, width] into a pass: `sizes` of each row, which begins at
-    `begins`."""
-    sources: list[int] = []
-    targets: list[int] = []
-    for index, (row, size, begin) in enumerate(zip(rows, sizes, begins, strict=True)):
-        sources += range(index * width, index * width + size)
-        targets += range(begin + row.count, begin + row.count + size)
-    return sources, targets
 
 
 def state_read(layers: StateLayers, row: ScheduledRow, num_drafted: int) -> RowRead:

@@ -16,7 +16,7 @@ from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.verify.verdict import DraftTree, depths
 from draftsmith.serve.engine.proposal import BadProposal, DraftCheck, Drafted, checked
-from draftsmith.serve.engine.runner import moves_of, pack
+from draftsmith.serve.engine.runner import pack
 from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.engine.verify import move_kept
 from draftsmith.serve.requests.request import Request
@@ -69,10 +69,9 @@ def test_trees_of_a_device_are_laid_out_as_those_of_the_host(
     parents = torch.tensor(padded, dtype=torch.int64).view(len(forest), width)
     tree = DraftTree(torch.zeros_like(parents), parents, torch.full((len(forest),), width))
     rows = rows_of(forest, count=count)
-    packed = pack(rows, [width] * len(rows))
+    packed = pack(rows, [width] * len(rows), width, torch.empty(0))
     positions = torch.tensor(packed.positions)
-    moves = moves_of(rows, [width] * len(rows), packed.begins, width)
-    found = NodeLayout.of(tree).lay_out(positions, *sent(CPU, *moves))
+    found = NodeLayout.of(tree).lay_out(positions, *sent(CPU, *(packed.moves or ([], []))))
     laid = tree_pass(
         [TreeSpan(row.begin, row.count, own) for row, own in zip(rows, forest, strict=True)], CPU
     )
