@@ -15,7 +15,7 @@ from draftsmith.errors import first_line
 from draftsmith.kernels.cuda_graphs import sizes_up_to
 from draftsmith.kernels.dispatch import pins
 from draftsmith.progress import Progress
-from draftsmith.serve.control.control import FixedControl
+from draftsmith.serve.control.control import Control
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import FinishReason, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
@@ -130,7 +130,7 @@ def unseen(engine: EngineCore) -> Iterator[None]:
     scheduler, stats = engine.scheduler, vars(engine.stats)
     control, preemptions = scheduler.control, scheduler.num_preemptions
     before = copy.deepcopy(stats)
-    scheduler.control = FixedControl()
+    scheduler.control = Control()
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from math import log2
 
 from draftsmith.serve.control.control import (
     MAX_AUTO_K,
+    Control,
     RoundPlan,
     RoundResult,
     RowBudget,
@@ -77,7 +78,7 @@ class _Plan(RoundPlan):
     is_measured: bool  # False: a prompt beside the rows says nothing about the price of drafts
 
 
-class AutoControl:
+class AutoControl(Control):
     """k = 0 is one of the choices. `start` is the k before anything is known."""
 
     learns = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from draftsmith.serve.sampling.params import SamplingParams
 
@@ -66,51 +66,29 @@ class RoundResult(NamedTuple):
     num_catch_up: int = 0  # tokens that the drafts had yet to read
 
 
-class Control(Protocol):
-    learns: bool  # False: `observe` need not be called
+class Control:
+    """Every request drafts its own k. What overrides `observe` also says that it learns."""
+
+    learns = False  # `observe` need not be called
 
     def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
         """True when a round of this load, with rows of these classes, goes by `rest_plan` in place
         of `choose`: nothing has drafted for long, and what choosing and observing take is more than
         they may bring. Called once a round."""
-        ...
-
-    def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
-        """The k of each row; `num_tokens` known tokens are expected in the pass."""
-        ...
-
-    def observe(self, result: RoundResult) -> None:
-        """Take the result of a round; rounds that did not follow their plan are left out."""
-        ...
-
-    def new_draft(self) -> None:
-        """Note that other weights draft from now on."""
-        ...
-
-    def new_text(self) -> None:
-        """Note that a request which may draft is read for the first time."""
-        ...
-
-
-class FixedControl:
-    """Every request drafts its own k. What overrides `observe` also says that it learns."""
-
-    learns = False
-
-    def rests(self, classes: Set[str], num_rows: int, num_tokens: int) -> bool:
         return False
 
     def choose(self, budgets: Sequence[RowBudget], num_tokens: int) -> RoundPlan:
+        """The k of each row; `num_tokens` known tokens are expected in the pass."""
         return RoundPlan([budget.most for budget in budgets])
 
     def observe(self, result: RoundResult) -> None:
-        return
+        """Take the result of a round; rounds that did not follow their plan are left out."""
 
     def new_draft(self) -> None:
-        return
+        """Note that other weights draft from now on."""
 
     def new_text(self) -> None:
-        return
+        """Note that a request which may draft is read for the first time."""
 
 
 def draft_temperatures(params: Sequence[SamplingParams], *, greedy: bool) -> list[float] | None:

@@ -27,7 +27,7 @@ from draftsmith.serve.cache.prefix import PrefixCache
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.config_checks import configured_tree
 from draftsmith.serve.control.auto import AutoControl, TreeControl
-from draftsmith.serve.control.control import Control, FixedControl
+from draftsmith.serve.control.control import Control
 from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.graphs import PassGraphs
@@ -193,7 +193,7 @@ def warn_of_positions(drafter: ServingDrafter | None, max_length: int) -> None:
 
 def control_of(config: EngineConfig) -> Control:
     if not config.adaptive:
-        return FixedControl()
+        return Control()
     tree = configured_tree(config)
     return AutoControl(min(3, config.k)) if tree is None else TreeControl(tree.depth)
 

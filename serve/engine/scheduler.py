@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from draftsmith.errors import UserError
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
-from draftsmith.serve.control.control import Control, FixedControl, RoundPlan, RowBudget, rest_plan
+from draftsmith.serve.control.control import Control, RoundPlan, RowBudget, rest_plan
 from draftsmith.serve.requests.fair_queue import FairQueue
 from draftsmith.serve.requests.request import Request
 
@@ -48,7 +48,7 @@ class Scheduler:
         draft_positions: int | None = None,
     ):
         self.blocks, self.prefix = blocks, prefix
-        self.control: Control = FixedControl() if control is None else control
+        self.control = control or Control()
         self.max_batch, self.max_round_tokens, self.max_queue = (
             max_batch,
             max_round_tokens,

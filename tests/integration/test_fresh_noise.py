@@ -22,7 +22,7 @@ from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.statistics import Fit, chi_square_survival
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
+from draftsmith.serve.control.control import Control, RoundPlan, RoundResult, RowBudget
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.round import RowSampling
@@ -142,7 +142,7 @@ class Ending(Planted):
         return torch.where(longer, K, super().lengths(phases, tokens))
 
 
-class ByDrafted(FixedControl):
+class ByDrafted(Control):
     """Drafts in no round after one whose drafts, two at least, ended before `K`."""
 
     learns = True

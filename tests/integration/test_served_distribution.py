@@ -19,7 +19,7 @@ from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
 from draftsmith.kernels.statistics import Fit, detectable_bias
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.control import FixedControl, RoundPlan, RowBudget
+from draftsmith.serve.control.control import Control, RoundPlan, RowBudget
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.round import Round
@@ -138,7 +138,7 @@ def repetitive_prompt(target: Target) -> list[int]:
     raise AssertionError("no prompt with likely repetitions was found")
 
 
-class Sure(FixedControl):
+class Sure(Control):
     """Every row's drafts end where the drafter does not think them likely enough."""
 
     def choose(self, wishes: Sequence[RowBudget], num_tokens: int) -> RoundPlan:

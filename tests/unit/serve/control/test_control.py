@@ -14,14 +14,7 @@ from statistics import fmean
 import pytest
 
 from draftsmith.serve.control.auto import AutoControl, TreeControl
-from draftsmith.serve.control.control import (
-    Control,
-    FixedControl,
-    RoundPlan,
-    RoundResult,
-    RowBudget,
-    RowResult,
-)
+from draftsmith.serve.control.control import Control, RoundPlan, RoundResult, RowBudget, RowResult
 from draftsmith.serve.control.estimates import Survival
 
 MOST = 8
@@ -146,7 +139,7 @@ def test_a_drafter_that_often_has_nothing_is_judged_by_what_it_drafts(
     assert mean(AutoControl) > 0.975 * best
 
 
-class Always(FixedControl):
+class Always(Control):
     def __init__(self, k: int):
         self.k = k
 
@@ -258,7 +251,7 @@ def test_a_draft_that_turns_good_or_bad_is_noticed() -> None:
     control = AutoControl()
     chosen = []
 
-    class Watched(FixedControl):
+    class Watched(Control):
         def choose(self, budgets: list[RowBudget], num_tokens: int) -> RoundPlan:
             plan = control.choose(budgets, num_tokens)
             chosen.append(plan.ks)
@@ -298,7 +291,7 @@ def test_a_requests_own_k_is_a_cap_and_zero_means_zero() -> None:
     control = AutoControl(start=5)
     assert control.choose([RowBudget("", 2), RowBudget("", 8), RowBudget("", 0)], 3).ks == [2, 5, 0]
     assert control.choose([RowBudget("", 0)], 1).ks == [0]
-    assert FixedControl().choose([RowBudget("", 2), RowBudget("", 8)], 2).ks == [2, 8]
+    assert Control().choose([RowBudget("", 2), RowBudget("", 8)], 2).ks == [2, 8]
 
 
 @pytest.mark.parametrize(("draft_ms", "pays"), [(3.9, False), (1.2, True)])

@@ -15,7 +15,7 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
-from draftsmith.serve.control.control import FixedControl, RoundPlan, RowBudget
+from draftsmith.serve.control.control import Control, RoundPlan, RowBudget
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
@@ -44,7 +44,7 @@ def run(engine: EngineCore, params: SamplingParams = GREEDY) -> tuple[list[list[
     return [request.output for request in requests], planned
 
 
-class ByRows(FixedControl):
+class ByRows(Control):
     """k by the number of rows: that of one row, of two, and so on; the last is of more too."""
 
     def __init__(self, *ks: int):

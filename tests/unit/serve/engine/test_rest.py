@@ -11,7 +11,7 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.target.target import Target
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.control import FixedControl, RoundPlan, RoundResult, RowBudget
+from draftsmith.serve.control.control import Control, RoundPlan, RoundResult, RowBudget
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, TapLog
@@ -21,7 +21,7 @@ from tests.round_calls import calls
 PROMPTS = [[2, 3, 5, 7, 11], [13, 17, 19], [23, 29, 31, 37, 41, 43]]
 
 
-class Resting(FixedControl):
+class Resting(Control):
     """At rest but for rounds `drafts_at`, which draft 2 tokens."""
 
     learns = True
