@@ -25,17 +25,10 @@ from draftsmith.serve.engine.live_draft import LiveDraft
 from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import ProposalRequest, Proposer, tokens_to_read
 from draftsmith.serve.engine.recorder import RoundRecorder
-from draftsmith.serve.engine.round import Round, RowSampling, VerifyOutput, leave_out, reads_alone
+from draftsmith.serve.engine.round import Round, RowSampling, reads_alone
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Schedule, Scheduler
-from draftsmith.serve.engine.verify import (
-    Rule,
-    adjusted,
-    collapse_to_chain,
-    drafted_early,
-    move_kept,
-    read,
-)
+from draftsmith.serve.engine.verify import Rule, adjusted, drafted_early, move_kept, read, settle
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.kept_taps import wants_taps
 from draftsmith.serve.requests.request import (
@@ -308,30 +301,23 @@ class EngineCore:
 
     def _verify(self, round: Round) -> None:
         if round.verdict is None:
-            round.verified = VerifyOutput([], [])
             return
         with self.stats.phases["sample"]:
             proposal, arriving = round.proposal, round.arriving
             verdict = round.verdict if arriving is None else arriving.wait()
-            round.verified, report = read(verdict, proposal)
+            round.emitted, round.paths, report = read(verdict, proposal)
             if proposal is not None:
                 round.drafted = self.proposer.read(proposal, report, round.schedule.drafting)
-                leave_out(round)
 
     def _commit(self, round: Round) -> None:
         with self.stats.phases["host"]:
+            records = False
             if round.drafted.parents is not None:
                 self.stats.num_tree_nodes += sum(map(len, round.drafted.chains))
-                move_kept(self.runner.pool, round.tables, round.rows, round.verified.paths)
-                round.drafted, round.output = collapse_to_chain(
-                    round.rows,
-                    round.drafted,
-                    round.output,
-                    round.verified.paths,
-                    with_distributions=any(
-                        self.recorder.records(row.request) for row in round.schedule.drafting
-                    ),
-                )
+                move_kept(self.runner.pool, round.tables, round.rows, round.paths)
+                drafting = [row.request for row in round.schedule.drafting]
+                records = any(map(self.recorder.records, drafting))
+            settle(round, with_distributions=records)
             self.committer.commit(round)
 
     def _observe(self, round: Round) -> None:

@@ -124,12 +124,6 @@ class PassOutput(NamedTuple):
     every: Sequence[torch.Tensor] | None = None  # states of the pass, as `States` has them
 
 
-class VerifyOutput(NamedTuple):
-    # each row's accepted tokens, then its residual or bonus token (-1 if its logits are not finite)
-    emitted: list[list[int]]
-    paths: list[list[int]]  # each row's accepted nodes when trees were drafted; empty for chains
-
-
 class RowOutput(NamedTuple):
     """Share of one row in a finished round."""
 
@@ -172,8 +166,11 @@ class Round:
     arriving: Reading | None = None  # the verdict, where the round after is launched before
     is_ahead: bool = False  # launched before the verdict of the round before it was read
     own_taps: tuple[int, ...] = ()  # that its rows join from the states of the pass
-    verified: VerifyOutput = field(init=False)
     drafted: Drafted = NOTHING_DRAFTED  # the proposal, once the host has read it
+    # of each row its accepted tokens, then its residual or bonus token (-1 if its logits are not
+    # finite)
+    emitted: list[list[int]] = field(default_factory=list)
+    paths: list[list[int]] = field(default_factory=list)  # its accepted nodes where trees drafted
 
     @property
     def sizes(self) -> list[int]:
@@ -200,7 +197,7 @@ class Round:
         control that depended on them would bias the next request with that seed."""
         return [
             None if row.request.repeatable else len(tokens) - 1
-            for row, tokens in zip(self.schedule.drafting, self.verified.emitted)
+            for row, tokens in zip(self.schedule.drafting, self.emitted)
         ]
 
     def row_outputs(self) -> Iterator[RowOutput]:
@@ -212,7 +209,7 @@ class Round:
             emitted: list[int] = []
             end, accepted = begin, 0
             if row.samples:
-                emitted = self.verified.emitted[index]
+                emitted = self.emitted[index]
                 end, accepted = begin + len(drafted) + 1, len(emitted) - 1
             if wants_prompts:
                 own_prompt = slice(own_prompt.stop, own_prompt.stop + len(prompt_positions(row)))
@@ -225,20 +222,6 @@ def reads_alone(rows: Sequence[ScheduledRow]) -> bool:
     """True when each row reads one token, whose states no record is to hold."""
     alone = [row for row in rows if row.count == 1 and row.request.recording.tap_log is None]
     return len(alone) == len(rows)
-
-
-def leave_out(round: Round) -> None:
-    """Leave out the logits of what turned out not to be usable."""
-    if sum(map(len, round.drafted.chains)) == sum(round.sizes):
-        return
-    wanted: list[int] = []
-    begin = 0
-    for row, size, chain in zip(round.rows, round.sizes, round.chains, strict=True):
-        if row.samples:
-            wanted += range(begin, begin + len(chain) + 1)
-            begin += size + 1
-    logits = round.output.logits
-    round.output = round.output._replace(logits=logits[sent(logits.device, wanted)[0]])
 
 
 def prompt_positions(row: ScheduledRow) -> range:

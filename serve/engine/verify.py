@@ -24,7 +24,7 @@ from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy
 from draftsmith.kernels.verify.verdict import DraftTree
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.proposal import Drafted, RoundProposal
-from draftsmith.serve.engine.round import PassOutput, RowSampling, VerifyOutput
+from draftsmith.serve.engine.round import Round, RowSampling
 from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.sampling.adjustments import tree_prefixes
 
@@ -133,13 +133,17 @@ def _host_prefixes(
     return tree_prefixes(tokens, parents)
 
 
-def read(
-    table: torch.Tensor, proposal: RoundProposal | None
-) -> tuple[VerifyOutput, list[list[int]]]:
+class Result(NamedTuple):
+    emitted: list[list[int]]  # as `Round` has them
+    paths: list[list[int]]
+    report: list[list[int]]  # of the proposal
+
+
+def read(table: torch.Tensor, proposal: RoundProposal | None) -> Result:
     """A rule's result and the proposal's report, by the round's one look at the device."""
     if proposal is None or proposal.known is not None:
         known = [] if proposal is None else proposal.known
-        return VerifyOutput([row[1 : row[0] + 2] for row in table.tolist()], []), known or []
+        return Result([row[1 : row[0] + 2] for row in table.tolist()], [], known or [])
     count, width, columns = len(proposal.sizes), proposal.tokens.shape[1], table.shape[1]
     report = proposal.report
     if count < len(table):
@@ -149,7 +153,7 @@ def read(
     paths = []
     if proposal.nodes is not None:
         paths = [row[2 + width : 2 + width + row[0]] for row in rows]
-    return VerifyOutput(emitted, paths), [row[columns:] for row in rows[:count]]
+    return Result(emitted, paths, [row[columns:] for row in rows[:count]])
 
 
 def move_kept(
@@ -177,53 +181,42 @@ def move_kept(
         )
 
 
-class CollapsedRound(NamedTuple):
-    """A round as if each tree had been the chain of its kept nodes and the first one rejected
-    after them."""
-
-    drafted: Drafted
-    output: PassOutput
-
-
-def collapse_to_chain(
-    rows: Sequence[ScheduledRow],
-    drafted: Drafted,
-    output: PassOutput,
-    paths: Sequence[Sequence[int]],
-    *,
-    with_distributions: bool,
-) -> CollapsedRound:
-    """Replace the trees of a round by chains.
+def settle(round: Round, *, with_distributions: bool) -> None:
+    """Leave out of a round the logits of what turned out not to be usable. A tree becomes the chain
+    of its kept nodes and the first one rejected after them.
 
     Args:
-        paths: kept nodes of the deciding rows.
-        with_distributions: keep q of the chains, which records need.
+        with_distributions: keep q of such chains, which records need.
     """
-    assert drafted.parents is not None
-    count = len(drafted.chains)
-    nodes = [tried(parents, path) for parents, path in zip(drafted.parents, paths)]
-    chains = [
-        [chain[node] for node in kept] for chain, kept in zip(drafted.chains, nodes, strict=True)
-    ]
+    drafted, output, trees = round.drafted, round.output, round.drafted.parents
+    if trees is None and sum(map(len, drafted.chains)) == sum(round.sizes):
+        return
+    nodes: list[Sequence[int]] = [range(len(chain)) for chain in drafted.chains]
+    if trees is not None:
+        nodes = [tried(parents, path) for parents, path in zip(trees, round.paths)]
+    every = [*nodes, *[range(0)] * (len(round.rows) - len(nodes))]
     logit_rows: list[int] = []
-    tap_rows: list[int] = []
-    begins: list[int] = []
     num_logits = 0
-    for index, (row, begin) in enumerate(zip(rows, output.begins, strict=True)):
-        kept = nodes[index] if index < count else []
-        begins.append(len(tap_rows))
-        tap_rows += range(begin, begin + row.count)
-        tap_rows += (begin + row.count + node for node in kept)
+    for row, size, kept in zip(round.rows, round.sizes, every, strict=True):
         if row.samples:
             logit_rows += (num_logits + slot for slot in (0, *(node + 1 for node in kept)))
-            num_logits += 1 + (len(drafted.chains[index]) if index < count else 0)
-    taps_at, logits_at = sent(output.logits.device, tap_rows, logit_rows)
-    taps = None if output.taps is None else output.taps[taps_at]
+            num_logits += 1 + size
+    (logits_at,) = sent(output.logits.device, logit_rows)
+    round.output = output = output._replace(logits=output.logits[logits_at])
+    if trees is None:
+        return
+    if output.taps is not None:
+        tap_rows: list[int] = []
+        begins: list[int] = []
+        for row, begin, kept in zip(round.rows, output.begins, every, strict=True):
+            begins.append(len(tap_rows))
+            tap_rows += range(begin, begin + row.count)
+            tap_rows += (begin + row.count + node for node in kept)
+        (taps_at,) = sent(output.logits.device, tap_rows)
+        round.output = output._replace(taps=output.taps[taps_at], begins=begins)
+    chains = [[chain[node] for node in kept] for chain, kept in zip(drafted.chains, nodes)]
     q_logits = _path_distributions(drafted, nodes) if with_distributions else None
-    return CollapsedRound(
-        drafted._replace(chains=chains, logits=q_logits, parents=None, q_rows=None),
-        output._replace(logits=output.logits[logits_at], taps=taps, begins=begins),
-    )
+    round.drafted = drafted._replace(chains=chains, logits=q_logits, parents=None, q_rows=None)
 
 
 def _path_distributions(drafted: Drafted, nodes: Sequence[Sequence[int]]) -> torch.Tensor | None:

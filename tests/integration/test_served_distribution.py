@@ -376,10 +376,10 @@ class Undecided:
     def __call__(self, round: Round) -> None:
         self.verify(round)
         drafting = round.schedule.drafting
-        for index, (row, emitted) in enumerate(zip(drafting, round.verified.emitted)):
+        for index, (row, emitted) in enumerate(zip(drafting, round.emitted)):
             if len(emitted) > 1 or round.proposal is None:
                 continue
-            begin = sum(len(chain) + 1 for chain in round.chains[:index])
+            begin = sum(size + 1 for size in round.sizes[:index])
             rows = SamplingRows.of([1.2], top_k=[4])
             position = torch.tensor([row.request.num_tokens])
             seed = torch.tensor([row.request.seed])
