@@ -3,6 +3,7 @@ then first come first served. Torch-free."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,26 +13,10 @@ from draftsmith.serve.requests.request import Request
 
 @dataclass(slots=True)
 class _Line:
-    """The waiting requests of one class, each with the virtual time at which its turn starts."""
+    """The waiting requests of one class, by priority and then as they came."""
 
-    requests: deque[tuple[float, int, Request]] = field(default_factory=deque)
-    finish: float = 0.0  # virtual time at which its last one would have been served
-
-    def bring_forward(self) -> None:
-        """Place the last request before those with a higher `priority`. The turns of the line
-        begin where they did: other classes lose nothing."""
-        last = self.requests[-1][2]
-        priority = last.options.priority
-        later = [waiting.options.priority > priority for _, _, waiting in self.requests]
-        if True not in later:
-            return
-        count = len(later) - later.index(True)
-        turns = [self.requests.pop() for _ in range(count)][::-1]
-        start = turns[0][0]
-        requests = [last, *(request for _, _, request in turns[:-1])]
-        for (_, arrived, _), request in zip(turns, requests, strict=True):
-            self.requests.append((start, arrived, request))
-            start += cost_of(request)
+    requests: list[Request] = field(default_factory=list)
+    start: float = 0.0  # virtual time at which the turn of the first one starts
 
 
 class FairQueue:
@@ -46,7 +31,6 @@ class FairQueue:
         self._returned: deque[Request] = deque()
         self._lines: dict[str, _Line] = {}
         self._time = 0.0
-        self._num_arrived = 0
         self._size = 0
 
     def __len__(self) -> int:
@@ -55,15 +39,13 @@ class FairQueue:
     def __iter__(self) -> Iterator[Request]:
         yield from list(self._returned)
         for line in list(self._lines.values()):
-            yield from [request for _, _, request in line.requests]
+            yield from list(line.requests)
 
     def append(self, request: Request) -> None:
         line = self._lines.setdefault(class_of(request), _Line())
-        start = max(self._time, line.finish)
-        line.requests.append((start, self._num_arrived, request))
-        line.finish = start + cost_of(request)
-        line.bring_forward()
-        self._num_arrived += 1
+        if not line.requests:
+            line.start = max(self._time, line.start)
+        insort(line.requests, request, key=lambda one: one.options.priority)
         self._size += 1
 
     def put_back(self, request: Request) -> None:
@@ -72,7 +54,7 @@ class FairQueue:
         self._size += 1
 
     def head(self) -> Request:
-        return self._returned[0] if self._returned else self._next().requests[0][2]
+        return self._returned[0] if self._returned else self._next().requests[0]
 
     def pop(self) -> Request:
         """Takes out the head."""
@@ -81,38 +63,30 @@ class FairQueue:
             return self._returned.popleft()
         line = self._next()
         waiting = sum(bool(other.requests) for other in self._lines.values())
-        start, _, request = line.requests.popleft()
-        self._time = max(self._time, start) + cost_of(request) / waiting
+        request = line.requests.pop(0)
+        self._time = max(self._time, line.start) + cost_of(request) / waiting
+        line.start += cost_of(request)
         # A class without requests that is not ahead of its share is as good as a new one.
         self._lines = {
             name: line
             for name, line in self._lines.items()
-            if line.requests or line.finish > self._time
+            if line.requests or line.start > self._time
         }
         return request
 
     def remove(self, request: Request) -> bool:
         """Take a request out; False when it was not there."""
-        if request in self._returned:
-            self._returned.remove(request)
-            self._size -= 1
-            return True
-        line = self._lines.get(class_of(request))
-        entry = (
-            next((entry for entry in line.requests if entry[2] is request), None)
-            if line is not None
-            else None
-        )
-        if line is None or entry is None:
-            return False
-        line.requests.remove(entry)
-        self._size -= 1
-        return True
+        line = self._lines.get(class_of(request), _Line())
+        for requests in (self._returned, line.requests):
+            if request in requests:
+                requests.remove(request)
+                self._size -= 1
+                return True
+        return False
 
     def _next(self) -> _Line:
         return min(
-            (line for line in self._lines.values() if line.requests),
-            key=lambda line: line.requests[0][:2],
+            (line for line in self._lines.values() if line.requests), key=lambda line: line.start
         )
 
 
