@@ -10,7 +10,7 @@ Files in reading order:
 - `runner`: the target's pass
 - `graphs`: CUDA graphs of it
 - `verify`: output tokens of a round, by its rule; kept paths of trees as chains
-- `commit`: tokens and caches after a round
+- `commit`: tokens, caches and updates after a round
 - `output`: stop conditions and text
 - `recorder`: round records
 - `build`: an engine from its configuration

@@ -32,7 +32,6 @@ from draftsmith.serve.engine.commit import Committer
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.graphs import PassGraphs
 from draftsmith.serve.engine.live_draft import LiveDraft
-from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
@@ -93,7 +92,6 @@ def build_engine(
     runner = _runner(target, config, plan, proposer, max_blocks=max_blocks, adapters=adapters)
     rule = rule_name(config, trees=tree is not None)
     recorder = RoundRecorder(sink, target, config, rule=rule, taps=proposer.taps)
-    outputs = OutputQueue(recorder)
     kept = 0 if drafter is None else most_kept(target, drafter, plan, config)
     return EngineCore(
         target=target,
@@ -117,8 +115,7 @@ def build_engine(
         rule=RULES[rule],
         recorder=recorder,
         adapters=names,
-        outputs=outputs,
-        committer=Committer(target, scheduler, proposer, outputs, recorder, most_kept=kept),
+        committer=Committer(target, scheduler, proposer, recorder, most_kept=kept),
     )
 
 

@@ -1,24 +1,25 @@
 """Commit of a verified round: requests get their tokens, both caches advance, finished requests
-leave."""
+leave, and updates go to readers."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import bucket_of
 from draftsmith.kernels.dispatch import pins
 from draftsmith.serve.control.control import RoundResult, RowResult
 from draftsmith.serve.engine.output import (
-    OutputQueue,
+    Logprobs,
     StopCheck,
     add_prompt_logprobs,
     check_stop,
     error_message,
-    no_logprobs,
+    flush_text,
     token_logprobs,
 )
 from draftsmith.serve.engine.propose import Proposer
@@ -27,14 +28,24 @@ from draftsmith.serve.engine.round import Round, RowOutput
 from draftsmith.serve.engine.runner import state_read
 from draftsmith.serve.engine.scheduler import ScheduledRow, Scheduler
 from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps, reads_taps
-from draftsmith.serve.requests.request import FinishReason, Request
-from draftsmith.serve.sampling.state import is_own
+from draftsmith.serve.requests.request import FinishReason, Request, Update
+from draftsmith.serve.sampling.state import LoneFailures, is_own
 
 log = logging.getLogger(__name__)
 
 
+class _Item(NamedTuple):
+    """An update to be made of what a request was given."""
+
+    request: Request
+    kept: StopCheck
+    logprobs: Logprobs | None = None  # of the kept tokens
+
+
 class Committer:
-    """Writes what a round decided into its requests, and ends them.
+    """Writes what a round decided into its requests, ends them, and gives updates to their readers.
+
+    No update can change a schedule, so they may be given while the next pass runs.
 
     Args:
         most_kept: tokens of an answer whose taps a request keeps for a draft that does not come.
@@ -45,13 +56,12 @@ class Committer:
         target: Target,
         scheduler: Scheduler,
         proposer: Proposer,
-        outputs: OutputQueue,
         recorder: RoundRecorder,
         *,
         most_kept: int,
     ):
         self.scheduler, self.proposer = scheduler, proposer
-        self.outputs, self.recorder, self.stats = outputs, recorder, proposer.stats
+        self.recorder, self.stats, self.failures = recorder, proposer.stats, LoneFailures()
         self.eos_token_ids, self.most_kept = target.eos_token_ids, most_kept
         self.state_layers = target.state_layers or None  # whose states are kept between rounds
         # The next pass runs while the host goes on, so that updates wait until it is launched.
@@ -59,6 +69,9 @@ class Committer:
         self._shared: SharedTaps | None = None  # those of the latest rounds
         # Of rows: tokens offered, kept and committed, version that drafted them, and tokens before.
         self._uncounted: list[tuple[Request, int, int, int, str | None, int]] = []
+        self._pending: deque[_Item] = deque()
+        # Requests whose text or last record could not be made; they get no update since.
+        self._failed: dict[Request, Exception] = {}
 
     def commit(self, round: Round) -> None:
         now_s = time.monotonic()
@@ -123,15 +136,12 @@ class Committer:
             and self.recorder.records(request)
         ):
             self.recorder.round(row, kept.committed, round, version)
-        alternatives = request.params.logprobs
-        logprobs = (
-            no_logprobs
-            if alternatives is None
-            else token_logprobs(row.logits, kept.committed, alternatives)
-        )
+        alternatives, logprobs = request.params.logprobs, None
+        if alternatives is not None:
+            logprobs = token_logprobs(row.logits, kept.committed, alternatives)
         if kept.finish_reason is not None:
             self._finish(request, kept.finish_reason)
-        self.outputs.add(request, kept, logprobs)
+        self._pending.append(_Item(request, kept, logprobs))
 
     def _advance(self, round: Round, row: RowOutput) -> None:
         """Both caches now hold the row's known tokens and the accepted ones."""
@@ -191,14 +201,53 @@ class Committer:
             self.emit()
         if not request.finished:
             self._finish(request, reason)
-            self.outputs.add(request, StopCheck([], reason), no_logprobs)
+            self._pending.append(_Item(request, StopCheck([], reason)))
             self.emit()
 
     def flush(self) -> None:
         """Count what is committed and give updates, which can change no schedule, so that it may be
         done while the next pass runs."""
         self._count()
-        self.outputs.flush()
+        while self._pending:
+            item = self._pending.popleft()
+            if item.request not in self._failed and (text := self._text(item)) is not None:
+                self._update(item, text)
+
+    def _update(self, item: _Item, text: str) -> None:
+        """Give the reader its update."""
+        request, kept, logprobs = item
+        told = [] if logprobs is None else logprobs()
+        if kept.finish_reason is not FinishReason.ERROR:
+            self.failures.served(ended=kept.finish_reason is not None)
+        request.text += text
+        request.logprobs += told
+        if request.on_update is not None:
+            request.on_update(request, Update(kept.committed, text, told, kept.finish_reason))
+
+    def _text(self, item: _Item) -> str | None:
+        """Text of the item; None where it could not be made and the request is still to be ended
+        for that."""
+        request, kept, _ = item
+        text = kept.text
+        try:
+            text += flush_text(request, kept)
+            if kept.finish_reason is not None and self.recorder.records(request):
+                self.recorder.finish(request)
+        except Exception as error:
+            if not is_own(error):
+                # The caller ends running requests; a finished one would get no update again.
+                if kept.finish_reason is not None and request.on_update is not None:
+                    request.on_update(request, Update([], "", [], FinishReason.ERROR))
+                raise
+            if kept.finish_reason is not FinishReason.ERROR:
+                self._failed[request] = error
+                return None
+            log.warning(
+                "request %s, which ends with an error, could not be put away whole (%s)",
+                request.id,
+                error,
+            )
+        return text
 
     def emit(self) -> None:
         """Give all updates to their readers, and records to the sink."""
@@ -208,22 +257,25 @@ class Committer:
 
     def _end_failed(self) -> None:
         """End the requests whose text could not be made."""
-        while failed := self.outputs.take_failed():
-            for request, error in failed:
+        while self._failed:
+            failed, self._failed = self._failed, {}
+            # Later items of theirs would be given after a hole, or after their end.
+            self._pending = deque(item for item in self._pending if item.request not in failed)
+            for request, error in failed.items():
                 self._fail(request, error)
-            self.outputs.flush()
+            self.flush()
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End one request for an error that only it can have met; raise any other again."""
         if not is_own(error):
             raise error
         log.error("request %s failed and is ended; the others go on", request.id, exc_info=error)
-        self.outputs.failures.failed(adjusts=request.params.adjusts)
+        self.failures.failed(adjusts=request.params.adjusts)
         if request.finished:
             request.finish_reason = FinishReason.ERROR
         else:
             self._finish(request, FinishReason.ERROR)
-        self.outputs.add(request, StopCheck([], FinishReason.ERROR), no_logprobs)
+        self._pending.append(_Item(request, StopCheck([], FinishReason.ERROR)))
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         self._count()  # its numbers are read below

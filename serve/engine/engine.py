@@ -22,7 +22,6 @@ from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import MAX_K, draft_temperatures
 from draftsmith.serve.engine.commit import Committer, round_result
 from draftsmith.serve.engine.live_draft import LiveDraft
-from draftsmith.serve.engine.output import OutputQueue
 from draftsmith.serve.engine.propose import ProposalRequest, Proposer, tokens_to_read
 from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import Round, RowSampling, reads_alone
@@ -61,7 +60,6 @@ class EngineCore:
     rule: Rule
     recorder: RoundRecorder
     adapters: list[str]  # names of the target's LoRA adapters
-    outputs: OutputQueue
     committer: Committer
     draft_graphs: CountedCapturer | None = None  # what captures the draft's steps
     # launched already, its rows' newest tokens still on the device when it was

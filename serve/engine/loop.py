@@ -224,7 +224,7 @@ class EngineLoop:
                 raise RuntimeError(f"{MOST_FAILURES} rounds in a row failed") from error
             for request in self._in_round():
                 self._finish(request, FinishReason.ERROR)
-        lone = self.engine.outputs.failures
+        lone = self.engine.committer.failures
         lone.end_round()
         if lone.rounds == MOST_LONE_FAILURES:
             raise RuntimeError(f"all requests of {lone.rounds} rounds in a row failed, each alone")

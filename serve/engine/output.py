@@ -1,21 +1,18 @@
-"""Tokens that a request keeps of a round (end-of-sequence, stop tokens, length, stop strings) and
-the queue of updates to its reader."""
+"""Tokens that a request keeps of a round (end-of-sequence, stop tokens, length, stop strings), with
+text and logprobs."""
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
 
 from draftsmith.kernels.dispatch import Reading, sent
-from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import prompt_positions
 from draftsmith.serve.engine.scheduler import ScheduledRow
-from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
-from draftsmith.serve.sampling.state import LoneFailures, SamplingState, is_own
+from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob
+from draftsmith.serve.sampling.state import SamplingState
 
 
 class StopCheck(NamedTuple):
@@ -106,94 +103,7 @@ def _grammar_end(state: SamplingState, emitted: list[int]) -> int | None:
     return None if state.matcher is None else state.matcher.tokens_until_end(emitted)
 
 
-log = logging.getLogger(__name__)
 Logprobs = Callable[[], list[TokenLogprob]]
-
-
-class _Item(NamedTuple):
-    request: Request
-    kept: StopCheck
-    logprobs: Logprobs
-
-
-class Failure(NamedTuple):
-    request: Request
-    error: Exception
-
-
-class OutputQueue:
-    """Updates of finished rounds that are still to be given to their readers.
-
-    Nothing that is added here can change a schedule, so it may be flushed while the next pass runs.
-    """
-
-    def __init__(self, recorder: RoundRecorder):
-        self.recorder = recorder
-        self._pending: deque[_Item] = deque()
-        self._failed: dict[str, Failure] = {}  # by request id
-        self.failures = LoneFailures()
-
-    def add(self, request: Request, kept: StopCheck, logprobs: Logprobs) -> None:
-        """`logprobs` gives those of the kept tokens once the update is made."""
-        self._pending.append(_Item(request, kept, logprobs))
-
-    def take_failed(self) -> list[Failure]:
-        """Requests whose text or last record could not be made; they got no update since, and the
-        caller ends them."""
-        if not self._failed:
-            return []
-        failed = list(self._failed.values())
-        # Later items of theirs would be given after a hole, or after their end.
-        self._pending = deque(item for item in self._pending if item.request.id not in self._failed)
-        self._failed.clear()
-        return failed
-
-    def flush(self) -> None:
-        while self._pending:
-            item = self._pending.popleft()
-            if item.request.id in self._failed:
-                continue
-            text = self._text(item)
-            if text is None:
-                continue
-            request, kept, logprobs = item[0], item[1], item.logprobs()
-            if kept.finish_reason is not FinishReason.ERROR:
-                self.failures.served(ended=kept.finish_reason is not None)
-            request.text += text
-            request.logprobs += logprobs
-            if request.on_update is not None:
-                request.on_update(
-                    request, Update(kept.committed, text, logprobs, kept.finish_reason)
-                )
-
-    def _text(self, item: _Item) -> str | None:
-        """Text of the item; None where it could not be made and the request is still to be ended
-        for that."""
-        request, kept, _ = item
-        text = kept.text
-        try:
-            text += flush_text(request, kept)
-            if kept.finish_reason is not None and self.recorder.records(request):
-                self.recorder.finish(request)
-        except Exception as error:
-            if not is_own(error):
-                # The caller ends running requests; a finished one would get no update again.
-                if kept.finish_reason is not None and request.on_update is not None:
-                    request.on_update(request, Update([], "", [], FinishReason.ERROR))
-                raise
-            if kept.finish_reason is not FinishReason.ERROR:
-                self._failed[request.id] = Failure(request, error)
-                return None
-            log.warning(
-                "request %s, which ends with an error, could not be put away whole (%s)",
-                request.id,
-                error,
-            )
-        return text
-
-
-def no_logprobs() -> list[TokenLogprob]:
-    return []
 
 
 def token_logprobs(

@@ -125,7 +125,7 @@ def test_learning_has_the_base_alone_and_acceptance_is_counted_by_adapter(adapte
     drafter = Ngram(min_n=1, max_n=3)
     engine = build_engine(target, drafter, CONFIG, adapters=adapters, sink=Records())
     requests = answers(engine, ["", "sql", "prose"])
-    engine.outputs.flush()
+    engine.committer.flush()
     assert [request.options.acceptance_class for request in requests] == [
         "",
         "lora:sql",
