@@ -7,8 +7,8 @@ loaded and checked beside it and copied between rounds to the old addresses.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -35,26 +35,13 @@ class SwapLate(UserError):
 
 @dataclass
 class Swap:
-    """A checked set of weights on its way in. `done` is set once the engine serves with it, or
-    `error` says why it does not."""
+    """A checked set of weights on its way in. `applied` ends once the engine serves with it, or
+    with the error for which it does not; cancelled, it never is."""
 
     version: str
     pairs: list[tuple[torch.Tensor, torch.Tensor]]  # live tensor, new values
-    done: threading.Event = field(default_factory=threading.Event)
+    applied: Future[None] = field(default_factory=Future)
     pause_s: float = 0.0
-    error: str = ""
-    _taken: threading.Lock = field(default_factory=threading.Lock)
-
-    def claim(self) -> bool:
-        """True for the first caller alone: the engine that copies it in, or `give_up`."""
-        return self._taken.acquire(blocking=False)
-
-    def give_up(self) -> bool:
-        """Withdraw the swap; False once the engine has begun to copy it."""
-        if not self.claim():
-            return False
-        self.pairs.clear()
-        return True
 
 
 class LiveDraft:
@@ -116,26 +103,27 @@ class LiveDraft:
         changed = False
         while self.swaps:
             swap = self.swaps.popleft()
-            if swap.claim():
+            if swap.applied.set_running_or_notify_cancel():
                 self._apply(swap)
                 changed = True
         return changed
 
     def _apply(self, swap: Swap) -> None:
+        self._begin()
         try:
             pause_s = apply_swap(swap)
         except RuntimeError as error:
             # Whatever mixture of weights drafts now, answers keep the target's distribution.
             log.exception("draft version %s could not be copied in", swap.version)
-            swap.error = (
+            self.stats.num_swaps_refused += 1
+            told = (
                 f"version {swap.version} could not be copied in ({error}); publish it again or "
                 "restart the server"
             )
-            self.stats.num_swaps_refused += 1
+            swap.applied.set_exception(UserError(told))
         else:
             self.stats.count_swap(swap.version, pause_s)
-        self._begin()
-        swap.done.set()
+            swap.applied.set_result(None)
 
 
 def prepare_swap(drafter: ServingDrafter | None, target: Target, folder: str, version: str) -> Swap:

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -146,14 +146,16 @@ class EngineLoop:
             raise SwapLate(f"version {version} cannot be swapped in; the engine has stopped")
         swap = self.engine.draft.prepare(folder, version)
         self._inbox.put(Action(_wake_up))
+        wait([swap.applied], timeout_s)
         # Given up only before the engine has begun it; from then on only a copy remains.
-        if not swap.done.wait(timeout_s) and (swap.give_up() or not swap.done.wait(timeout_s)):
+        if given_up := swap.applied.cancel():
+            swap.pairs.clear()
+        if given_up or not wait([swap.applied], timeout_s).done:
             raise SwapLate(
                 f"version {version} was not swapped in within {timeout_s:g} s; the engine is "
                 "stuck or stopped"
             )
-        if swap.error:
-            raise UserError(swap.error)
+        swap.applied.result()
         return swap
 
     def quarantine(self) -> None:

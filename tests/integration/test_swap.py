@@ -60,9 +60,9 @@ def test_after_a_swap_the_engine_drafts_with_the_new_weights(
     drafter = new_eagle3(target, 0)
     engine = build_engine(target, drafter, EngineConfig(k=3), draft_version="0")
     swap = engine.draft.prepare(folders[0], "1")
-    assert not swap.done.is_set() and engine.stats.draft_version == "0"
+    assert not swap.applied.done() and engine.stats.draft_version == "0"
     engine.step()
-    assert swap.done.is_set() and engine.stats.draft_version == "1"
+    assert swap.applied.done() and engine.stats.draft_version == "1"
     assert engine.stats.swap_pauses_s == [swap.pause_s]
     published = checkpoint.load(folders[0], target).state_dict()
     for name, tensor in drafter.state_dict().items():

@@ -204,5 +204,5 @@ def test_a_server_in_quarantine_drafts_seldom_until_a_version_for_its_target_is_
         str(versions.open_version(site.config.versions, with_own)), str(with_own)
     )
     engine.step()
-    assert swap.done.is_set() and not engine.draft.quarantined
+    assert swap.applied.done() and not engine.draft.quarantined
     assert all(engine.draft.take_turn() for _ in range(2 * PROBE))
