@@ -67,6 +67,7 @@ class Committer:
         # The next pass runs while the host goes on, so that updates wait until it is launched.
         self.overlaps = pins(target.device)
         self._shared: SharedTaps | None = None  # those of the latest rounds
+        self._tapped = [1 + tap for tap in proposer.taps]  # of all states of a pass
         # Of rows: tokens offered, kept and committed, version that drafted them, and tokens before.
         self._uncounted: list[tuple[Request, int, int, int, str | None, int]] = []
         self._pending: deque[_Item] = deque()
@@ -91,11 +92,11 @@ class Committer:
 
     def _share_taps(self, round: Round) -> None:
         """Keep the taps of a round whose rows read a token each and drafted nothing."""
-        taps, every, own = round.output.taps, round.output.every, round.own_taps
+        taps, every, joins = round.output.taps, round.output.every, round.joins_taps
         alone = taps is not None and round.proposal is None and len(taps) == len(round.rows)
-        requests = [row.request for row in round.rows] if own or alone else []
+        requests = [row.request for row in round.rows] if joins or alone else []
         if self._shared is not None and not self._shared.are_of(requests):
-            # It stays for its rows, joined: all states of a pass are several times its taps.
+            # It stays for its rows, joined.
             self._shared.passes()
             self._shared = None
         if not any(map(reads_taps, requests)):
@@ -103,11 +104,11 @@ class Committer:
             return
         if self._shared is None:
             self._shared = SharedTaps(requests)
-        if taps is not None:
-            self._shared.add(taps)
-        else:
+        if taps is None:
             assert every is not None, "taps that rows join need the states of the pass"
-            self._shared.add_late(every, own)
+            self._shared.add(list(map(every.__getitem__, self._tapped)))
+        else:
+            self._shared.add([taps[None]])
 
     def _commit_row(self, round: Round, row: RowOutput, now_s: float) -> None:
         request = row.row.request

@@ -286,7 +286,7 @@ class EngineCore:
             and reads_alone(round.rows)
             and self.runner.gives_states(round.rows)
         ):
-            round.own_taps = taps
+            round.joins_taps = True
             return ()
         return taps
 

@@ -165,7 +165,7 @@ class Round:
     verdict: torch.Tensor | None = None  # of the rule, on the device; None: no row decides
     arriving: Reading | None = None  # the verdict, where the round after is launched before
     is_ahead: bool = False  # launched before the verdict of the round before it was read
-    own_taps: tuple[int, ...] = ()  # that its rows join from the states of the pass
+    joins_taps: bool = False  # from the states of the pass, for those that keep them
     drafted: Drafted = NOTHING_DRAFTED  # the proposal, once the host has read it
     # of each row its accepted tokens, then its residual or bonus token (-1 if its logits are not
     # finite)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-MOST_LATE = 16  # passes with all their states, of which taps are a part
+MOST_LATE = 16  # passes whose taps are still in parts
 
 
 class SharedTaps:
@@ -24,8 +24,8 @@ class SharedTaps:
         self._drafts = [weakref.ref(request.draft) for request in requests]
         self._num_passes = 0
         self._joined: list[torch.Tensor] = []  # [passes, B, width] each
-        self._late: list[Sequence[torch.Tensor]] = []  # [1, B, H] each, after those joined
-        self._taps: tuple[int, ...] = ()  # of `_late`
+        # parts of later passes, [1, B, n] each
+        self._late: list[Sequence[torch.Tensor]] = []
         for index, request in enumerate(requests):
             if reads_taps(request):
                 request.draft.taps.append(RowTaps(self, index))
@@ -38,16 +38,12 @@ class SharedTaps:
     def __len__(self) -> int:
         return self._num_passes
 
-    def add(self, taps: torch.Tensor) -> None:
-        """Keep a pass [B, width]."""
-        self.passes().append(taps[None])
+    def add(self, parts: Sequence[torch.Tensor]) -> None:
+        """Keep a pass, whose taps are `parts` [1, B, n] side by side."""
+        if self._late and len(parts) != len(self._late[0]):
+            self.passes()
+        self._late.append(parts)
         self._num_passes += 1
-
-    def add_late(self, states: Sequence[torch.Tensor], taps: tuple[int, ...]) -> None:
-        """Keep a pass whose taps are still to be joined of its `states`, by 1 + raw id."""
-        self._late.append(states)
-        self._num_passes += 1
-        self._taps = taps
         if len(self._late) == MOST_LATE:
             self.passes()
 
@@ -56,10 +52,7 @@ class SharedTaps:
         if self._late:
             import torch
 
-            parts = [
-                torch.cat([states[1 + tap] for states in self._late]) for tap in self._taps
-            ]  # [passes, B, H] each
-            self._joined.append(torch.cat(parts, dim=-1))
+            self._joined.append(torch.cat([torch.cat(part) for part in zip(*self._late)], dim=-1))
             self._late = []
         return self._joined
 
