@@ -86,6 +86,7 @@ def build_engine(
         vocab_size=target.vocab_size,
         tree=tree,
         least_confidence=config.least_confidence,
+        greedy=config.draft_sampling == "greedy",
     )
     if draft_graphs is not None and isinstance(drafter, Capturable):
         drafter.capture(GraphRoom(pool, config.max_batch, max_blocks, draft_graphs))

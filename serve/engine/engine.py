@@ -19,10 +19,10 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.cuda_graphs import CountedCapturer
 from draftsmith.kernels.dispatch import Reading, Upload, reads_freely
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.control import MAX_K, draft_temperatures
+from draftsmith.serve.control.control import MAX_K
 from draftsmith.serve.engine.commit import Committer, round_result
 from draftsmith.serve.engine.live_draft import LiveDraft
-from draftsmith.serve.engine.propose import ProposalRequest, Proposer, tokens_to_read
+from draftsmith.serve.engine.propose import Proposer, tokens_to_read
 from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import Round, RowSampling, reads_alone
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
@@ -248,26 +248,10 @@ class EngineCore:
             return Round(schedule, rows, tables, sampling, num_catch_up, begun_s, upload)
 
     def _propose(self, round: Round) -> None:
-        rows, plan, sampling = round.schedule.drafting, round.schedule.plan, round.sampling
-        if not rows:
-            return
-        with self.stats.phases["draft"]:
-            count = len(rows)
-            params = sampling.params[:count]
-            greedy = self.config.draft_sampling == "greedy"
-            temperatures = draft_temperatures(params, greedy=greedy)
-            asked = ProposalRequest(
-                rows,
-                round.tables[:count],
-                sampling.draft_distributions(count, temperatures),
-                sampling.draft_seeds[:count],
-                sampling.budgets[:count],
-                sampling.adjust,
-                0.0 if plan is None else plan.least_survival,
-                round.upload,
-            )
-            round.proposal = self.proposer.propose(asked)
-            round.reading = drafted_early(round.proposal, sampling)
+        if round.schedule.drafting:
+            with self.stats.phases["draft"]:
+                round.proposal = self.proposer.propose(round)
+                round.reading = drafted_early(round.proposal, round.sampling)
 
     def _run(self, round: Round, newest: torch.Tensor | None = None) -> None:
         with self.stats.phases["verify"]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from draftsmith.drafters.interface import (
-    Adjust,
     DraftInputs,
     EndsChains,
     GrowsTrees,
@@ -21,8 +19,8 @@ from draftsmith.drafters.interface import (
 from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
-from draftsmith.kernels.dispatch import Upload, sent
-from draftsmith.kernels.sampling.filters import SamplingRows
+from draftsmith.kernels.dispatch import sent
+from draftsmith.serve.control.control import draft_temperatures
 from draftsmith.serve.engine.live_draft import LiveDraft
 from draftsmith.serve.engine.proposal import (
     BadProposal,
@@ -31,6 +29,7 @@ from draftsmith.serve.engine.proposal import (
     RoundProposal,
     checked,
 )
+from draftsmith.serve.engine.round import Round
 from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.kept_taps import drop_taps
 from draftsmith.serve.requests.request import Request
@@ -44,7 +43,11 @@ FLAWS = {
 
 
 class Proposer:
-    """Proposals of the served draft, whose failures cost speed only."""
+    """Proposals of the served draft, whose failures cost speed only.
+
+    Args:
+        greedy: drafts are the draft's likeliest tokens where a request does not name a temperature.
+    """
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Proposer:
         vocab_size: int,
         tree: TreeShape | None = None,
         least_confidence: float = 0.0,
+        greedy: bool = False,
     ):
         drafter = draft.drafter
         if tree is not None:
@@ -65,20 +69,22 @@ class Proposer:
                 "token after another; leave it out or draft with eagle3, eagle1, mtp or a draft LM"
             )
         self.draft, self.drafter, self.pool, self.stats = draft, drafter, pool, draft.stats
-        self.least_confidence = least_confidence
+        self.least_confidence, self.greedy = least_confidence, greedy
         self.vocab_size, self.tree = vocab_size, tree
         self.taps: tuple[int, ...] = drafter.taps if drafter is not None else ()
 
-    def propose(self, asked: ProposalRequest) -> RoundProposal | None:
-        """Drafted tokens of the rows, None when no row has any; never raises."""
+    def propose(self, round: Round) -> RoundProposal | None:
+        """Drafted tokens of the rows that draft, None when no row has any; never raises."""
         if not self.draft.take_turn():
             return None
+        rows = round.schedule.drafting
         try:
-            return self._checked(self._proposal(self._inputs(asked)), asked)
+            inputs = self._inputs(rows, round)
+            return self._checked(self._proposal(inputs), rows, round.sampling.budgets, inputs)
         except Exception as error:
             # Any failure of a drafter is a matter of speed, never of the request (invariant 6).
             cause = "raised" if not isinstance(error, BadProposal) else "invalid"
-            rests = not any(row.request.repeatable for row in asked.rows)
+            rests = not any(row.request.repeatable for row in rows)
             self._failed(cause, error, rests=rests)
             return None
 
@@ -108,16 +114,22 @@ class Proposer:
             return self.drafter.propose_tree(inputs, self.tree)
         return self.drafter.propose(inputs)
 
-    def _checked(self, proposal: Proposal, asked: ProposalRequest) -> RoundProposal:
+    def _checked(
+        self,
+        proposal: Proposal,
+        rows: Sequence[ScheduledRow],
+        budgets: torch.Tensor,
+        inputs: DraftInputs,
+    ) -> RoundProposal:
         chains = isinstance(self.drafter, EndsChains) and self.drafter.ends_chains
         return checked(
             proposal,
-            [row.k for row in asked.rows],
-            asked.budgets,
+            [row.k for row in rows],
+            budgets[: len(rows)],
             self.vocab_size,
             trees=self.tree is not None,
             # A draft that guesses how far it is kept may end far before its budget.
-            exact=asked.least_survival > 0 and not chains and self.tree is None,
+            exact=inputs.least_survival > 0 and not chains and self.tree is None,
         )
 
     def _failed(self, cause: str, error: object, *, rests: bool) -> None:
@@ -147,11 +159,12 @@ class Proposer:
             self.stats.fallbacks["raised"] += 1
             log.warning("a drafter could not take in a finished text (%s)", error)
 
-    def _inputs(self, asked: ProposalRequest) -> DraftInputs:
-        tokens = tokens_to_read(asked.rows)
+    def _inputs(self, rows: Sequence[ScheduledRow], round: Round) -> DraftInputs:
+        count, sampling, plan = len(rows), round.sampling, round.schedule.plan
+        temperatures = draft_temperatures(sampling.params[:count], greedy=self.greedy)
         starts, lengths, budgets = [], [], []
         taps, histories, request_ids, shares = [], [], [], []
-        for row in asked.rows:
+        for row in rows:
             request, cached = row.request, row.request.draft.cached
             starts.append(cached)
             lengths.append(len(request.tokens) - cached)
@@ -166,35 +179,22 @@ class Proposer:
             states = taps[0] if len(taps) == 1 else torch.cat(taps)
         host = sent(torch.device("cpu"), starts, lengths, budgets)
         return DraftInputs(
-            tokens=asked.upload.of(tokens)[0],
+            tokens=round.upload.of(tokens_to_read(rows))[0],
             starts=host[0],
             lengths=host[1],
             taps=states,
             num_draft=host[2],
-            sampling=asked.sampling,
-            seeds=asked.seeds,
+            sampling=sampling.draft_distributions(count, temperatures),
+            seeds=sampling.draft_seeds[:count],
             pool=self.pool,
-            block_tables=asked.tables,
+            block_tables=round.tables[:count],
             histories=histories,
             request_ids=request_ids,
             shares=shares,
-            adjust=asked.adjust,
-            least_survival=asked.least_survival,
+            adjust=sampling.adjust,
+            least_survival=0.0 if plan is None else plan.least_survival,
             least_confidence=self.least_confidence,
         )
-
-
-class ProposalRequest(NamedTuple):
-    """Rows to draft and how to draw them; B rows."""
-
-    rows: Sequence[ScheduledRow]
-    tables: torch.Tensor  # [B, blocks] block ids
-    sampling: SamplingRows
-    seeds: torch.Tensor  # [B] int64, of the round
-    budgets: torch.Tensor  # [B] int64, k of the rows
-    adjust: Adjust | None
-    least_survival: float  # chance of being kept below which a row's drafting ends
-    upload: Upload  # what is on the device already
 
 
 def tokens_to_read(rows: Sequence[ScheduledRow]) -> list[int]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.kernels.dispatch import Upload
-from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.serve.engine.live_draft import LiveDraft
 from draftsmith.serve.engine.proposal import Drafted
-from draftsmith.serve.engine.propose import ProposalRequest, Proposer
-from draftsmith.serve.requests.request import DraftState
+from draftsmith.serve.engine.propose import Proposer
+from draftsmith.serve.engine.round import Round, RowSampling
+from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow
+from draftsmith.serve.requests.request import Request
+from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.serve.stats import EngineStats
 
 
@@ -35,22 +36,13 @@ class BrokenLater:
 
 
 def test_tokens_before_a_broken_distribution_are_still_verified() -> None:
-    request = SimpleNamespace(
-        id="a", tokens=[1, 2, 3], draft=DraftState(), num_tokens=3, repeatable=False
-    )
-    rows = [SimpleNamespace(request=request, k=2) for _ in range(3)]
-    asked = ProposalRequest(
-        rows,
-        torch.zeros(3, 1, dtype=torch.int64),
-        SamplingRows.of([1.0] * 3),
-        torch.arange(3),
-        torch.tensor([2, 2, 2]),
-        None,
-        0.0,
-        Upload(torch.device("cpu")),
-    )
+    request = Request("a", [1, 2, 3], 3, SamplingParams(), seed=0, k=2, max_tokens=9)
+    rows = [ScheduledRow(request, 2, 1, 2) for _ in range(3)]
+    cpu = torch.device("cpu")
+    tables = torch.zeros(3, 1, dtype=torch.int64)
+    round = Round(Schedule(rows), rows, tables, RowSampling(rows, cpu), 0, 0.0, Upload(cpu))
     draft = LiveDraft(BrokenLater(), cast(Any, None), EngineStats())
-    proposal = Proposer(draft, None, vocab_size=8).propose(asked)
+    proposal = Proposer(draft, None, vocab_size=8).propose(round)
     assert proposal is not None
     report = torch.cat(proposal.report, dim=1).tolist()
     drafted = Drafted.of(proposal, report, [2] * len(proposal.sizes), vocab_size=8)
