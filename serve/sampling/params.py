@@ -3,6 +3,7 @@ the mend. Torch-free."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,9 +59,9 @@ def shown(name: str) -> str:
 
 def check_adjustments(params: SamplingParams) -> None:
     """Check the values that need no target."""
-    twice = _repeated(token for token, _ in params.logit_bias)
-    if twice is not None:
-        raise UserError(f"logit_bias names token {twice} twice; give one bias a token")
+    for token, count in Counter(token for token, _ in params.logit_bias).items():
+        if count > 1:
+            raise UserError(f"logit_bias names token {token} twice; give one bias a token")
     if () in params.bad_words:
         raise UserError("bad_words holds an empty sequence; give the token ids to ban")
     if params.allowed_token_ids == ():
@@ -106,15 +107,6 @@ def _check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
             raise UserError(
                 f"{name} names token {token}; the ids of this model are 0..{vocab_size - 1}"
             )
-
-
-def _repeated(values: Iterable[int]) -> int | None:
-    seen: set[int] = set()
-    for value in values:
-        if value in seen:
-            return value
-        seen.add(value)
-    return None
 
 
 # A transformers `LogitsProcessor`: (input_ids [1, n], scores [1, V]) -> scores [1, V], a pure
