@@ -91,19 +91,9 @@ class Control:
         """Note that a request which may draft is read for the first time."""
 
 
-def draft_temperatures(params: Sequence[SamplingParams], *, greedy: bool) -> list[float] | None:
-    """Temperature of each drafting row; None where all are their requests' own.
-
-    Args:
-        greedy: drafts are the draft's likeliest tokens where a request does not name a temperature.
-    """
-    if not greedy and {each.draft_temperature for each in params} <= {None}:
-        return None
-    return [draft_temperature(each, greedy=greedy) for each in params]
-
-
 def draft_temperature(params: SamplingParams, *, greedy: bool) -> float:
-    """Temperature of one row; `greedy` as above."""
+    """Temperature that a row's drafts are drawn at. `greedy`: they are the draft's likeliest tokens
+    where the request does not name a temperature."""
     if params.draft_temperature is not None:
         return params.draft_temperature
     return 0.0 if greedy else params.temperature

@@ -20,7 +20,6 @@ from draftsmith.drafters.tree_shape import TreeShape
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import sent
-from draftsmith.serve.control.control import draft_temperatures
 from draftsmith.serve.engine.live_draft import LiveDraft
 from draftsmith.serve.engine.proposal import (
     BadProposal,
@@ -46,7 +45,7 @@ class Proposer:
     """Proposals of the served draft, whose failures cost speed only.
 
     Args:
-        greedy: drafts are the draft's likeliest tokens where a request does not name a temperature.
+        greedy: as for `draft_temperature`.
     """
 
     def __init__(
@@ -161,7 +160,6 @@ class Proposer:
 
     def _inputs(self, rows: Sequence[ScheduledRow], round: Round) -> DraftInputs:
         count, sampling, plan = len(rows), round.sampling, round.schedule.plan
-        temperatures = draft_temperatures(sampling.params[:count], greedy=self.greedy)
         starts, lengths, budgets = [], [], []
         taps, histories, request_ids, shares = [], [], [], []
         for row in rows:
@@ -184,7 +182,7 @@ class Proposer:
             lengths=host[1],
             taps=states,
             num_draft=host[2],
-            sampling=sampling.draft_distributions(count, temperatures),
+            sampling=sampling.draft_distributions(count, greedy=self.greedy),
             seeds=sampling.draft_seeds[:count],
             pool=self.pool,
             block_tables=round.tables[:count],

@@ -16,6 +16,7 @@ import torch
 from draftsmith.kernels.dispatch import Reading, Upload, sent
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import few_round_seeds
+from draftsmith.serve.control.control import draft_temperature
 from draftsmith.serve.engine.proposal import NOTHING_DRAFTED, Drafted, RoundProposal
 from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow
 from draftsmith.serve.sampling.adjustments import Adjustments
@@ -94,17 +95,11 @@ class RowSampling:
         repeated = [one for one, count in pairs for _ in range(count)]
         return _distributions(tuple(repeated), self.device)
 
-    def draft_distributions(
-        self, num_rows: int, temperatures: Sequence[float] | None = None
-    ) -> SamplingRows:
-        """Distributions of the first rows, which draft; at their requests' temperatures or the
-        given ones."""
-        options = self._options[:num_rows]
-        if temperatures is not None:
-            options = [
-                one._replace(temperature=temperature)
-                for one, temperature in zip(options, temperatures, strict=True)
-            ]
+    def draft_distributions(self, num_rows: int, *, greedy: bool) -> SamplingRows:
+        """Distributions of the first rows, which draft; `greedy` as for `draft_temperature`."""
+        temperatures = [draft_temperature(one, greedy=greedy) for one in self.params[:num_rows]]
+        pairs = zip(self._options, temperatures)
+        options = [one._replace(temperature=temperature) for one, temperature in pairs]
         return _distributions(tuple(options), self.device)
 
 

@@ -13,7 +13,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.record import RoundRecord, Sink
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.control.control import draft_temperatures
+from draftsmith.serve.control.control import draft_temperature
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
@@ -75,9 +75,8 @@ def test_a_requests_own_draft_temperature_wins_and_greedy_requests_draft_greedil
         SamplingParams(temperature=0.7),
     )
     rows = [own, greedy, plain]
-    assert draft_temperatures(rows, greedy=True) == [0.3, 0.0, 0.0]
-    assert draft_temperatures(rows, greedy=False) == [0.3, 0.0, 0.7]
-    assert draft_temperatures([greedy, plain], greedy=False) is None
+    for wanted, expected in ((True, [0.3, 0.0, 0.0]), (False, [0.3, 0.0, 0.7])):
+        assert [draft_temperature(row, greedy=wanted) for row in rows] == expected
 
 
 @pytest.mark.parametrize("value", [-0.1, 1e-9, float("nan"), 101.0])
