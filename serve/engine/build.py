@@ -126,9 +126,7 @@ def _scheduler(
     blocks = BlockManager(plan.num_blocks, config.block_size)
     return Scheduler(
         blocks,
-        max_batch=config.max_batch,
-        max_round_tokens=config.max_round_tokens,
-        max_queue=config.max_queue,
+        config,
         prefix=prefix_cache(target, drafter, blocks, plan) if caches(target, config) else None,
         control=control_of(config),
         draft_positions=draft_positions(drafter),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from draftsmith.errors import UserError
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
+from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import Control, RoundPlan, RowBudget, rest_plan
 from draftsmith.serve.requests.fair_queue import FairQueue
 from draftsmith.serve.requests.request import Request
@@ -39,30 +40,23 @@ class Scheduler:
     def __init__(
         self,
         blocks: BlockManager,
+        config: EngineConfig,
         *,
-        max_batch: int,
-        max_round_tokens: int,
-        max_queue: int,
         prefix: PrefixCache | None = None,
         control: Control | None = None,
         draft_positions: int | None = None,
     ):
-        self.blocks, self.prefix = blocks, prefix
+        self.blocks, self.config, self.prefix = blocks, config, prefix
         self.control = control or Control()
-        self.max_batch, self.max_round_tokens, self.max_queue = (
-            max_batch,
-            max_round_tokens,
-            max_queue,
-        )
         self.draft_positions = draft_positions
         self.waiting = FairQueue()
         self.running: list[Request] = []  # in order of arrival
         self.num_preemptions = 0
-        self._slots = list(range(max_batch - 1, -1, -1))
+        self._slots = list(reversed(range(config.max_batch)))
         self._blocked: Request | None = None  # found no room, and none was given back since
 
     def add(self, request: Request) -> None:
-        if len(self.waiting) >= self.max_queue:
+        if len(self.waiting) >= self.config.max_queue:
             raise QueueFull(f"{len(self.waiting)} requests are waiting already; try again later")
         self._end_drafts([request])
         self.waiting.append(request)
@@ -100,7 +94,7 @@ class Scheduler:
             self._decode(schedule, deciding, reads_prompts)
         decode_tokens = sum([row.count + row.k for row in schedule.drafting + schedule.sampling])
         # A full decode batch must not starve prompts, so a block of prompt tokens always fits.
-        budget = max(self.max_round_tokens - decode_tokens, self.blocks.block_size)
+        budget = max(self.config.max_round_tokens - decode_tokens, self.blocks.block_size)
         if reads_prompts:
             budget = self._fill(schedule, budget)
         self._admit(schedule, budget)
@@ -183,7 +177,7 @@ class Scheduler:
         self.preempt(request)
 
     def _plan(self, deciding: list[Request], pending: int) -> RoundPlan:
-        budget = max(self.max_round_tokens - len(deciding), self.blocks.block_size)
+        budget = max(self.config.max_round_tokens - len(deciding), self.blocks.block_size)
         num_tokens = len(deciding) + min(pending, budget)
         classes = set(map(_CLASS, deciding))
         if self.control.rests(classes, len(deciding), num_tokens):

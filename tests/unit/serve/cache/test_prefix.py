@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from draftsmith.serve.cache.blocks import BlockManager
 from draftsmith.serve.cache.prefix import PrefixCache
+from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.scheduler import ScheduledRow, Scheduler
 from draftsmith.serve.requests.request import FinishReason, Request
 from draftsmith.serve.sampling.params import SamplingParams
@@ -59,9 +60,8 @@ class Engine:
         self.prefix = PrefixCache(
             blocks, root="target", ahead=ahead, needs_taps=needs_taps, max_tapped=max_tapped
         )
-        self.scheduler = Scheduler(
-            blocks, max_batch=4, max_round_tokens=9, max_queue=1000, prefix=self.prefix
-        )
+        config = EngineConfig(max_batch=4, max_round_tokens=9, max_queue=1000)
+        self.scheduler = Scheduler(blocks, config, prefix=self.prefix)
         self.target_pool: dict[int, tuple[int, ...]] = {}
         self.draft_pool: dict[int, tuple[int, ...]] = {}
         self.num_hit = 0

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from draftsmith.serve.cache.blocks import BlockManager
+from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.auto import AutoControl
 from draftsmith.serve.control.control import Control, RoundResult, RowResult
 from draftsmith.serve.engine.scheduler import Schedule, ScheduledRow, Scheduler
@@ -28,7 +29,7 @@ def make_scheduler(
     *, num_blocks: int = 64, block_size: int = 4, control: Control | None = None, **limits: int
 ) -> Scheduler:
     limits = {"max_batch": 4, "max_round_tokens": 32, "max_queue": 100, **limits}
-    return Scheduler(BlockManager(num_blocks, block_size), control=control, **limits)
+    return Scheduler(BlockManager(num_blocks, block_size), EngineConfig(**limits), control=control)
 
 
 def play(scheduler: Scheduler, schedule: Schedule, accepted: random.Random) -> None:
