@@ -141,17 +141,14 @@ class PrefixCache:
         elif taps is not None:
             entry.taps = taps
             self._tapped[key] = None
-            self._drop_taps()
+            self._bound(self._tapped, "taps")
 
     def _keep_logged(self, entry: _Entry, key: bytes, log: TapLog, index: int) -> None:
         size = self.blocks.block_size
         entry.logged = log.between(index * size, (index + 1) * size)
         if entry.logged is not None:
             self._logged[key] = None
-        if self.max_tapped is not None and len(self._logged) > self.max_tapped:
-            first = next(iter(self._logged))
-            del self._logged[first]
-            self._entries[first].logged = None
+            self._bound(self._logged, "logged")
 
     def _usable(self, request: Request) -> Iterator[_Entry]:
         """Cached blocks from the text's beginning that this request can go on from, drafts
@@ -206,11 +203,12 @@ class PrefixCache:
             position += len(tap)
         return found if position >= end else None
 
-    def _drop_taps(self) -> None:
-        while self.max_tapped is not None and len(self._tapped) > self.max_tapped:
-            first = next(iter(self._tapped))
-            del self._tapped[first]
-            self._entries[first].taps = None
+    def _bound(self, held: dict[bytes, None], what: str) -> None:
+        """Drop `what` entries hold beyond as many as may, from the first on."""
+        while self.max_tapped is not None and len(held) > self.max_tapped:
+            first = next(iter(held))
+            del held[first]
+            setattr(self._entries[first], what, None)
 
     def _remember(self, block: int, key: bytes) -> None:
         self._keys[block] = key
