@@ -269,7 +269,7 @@ def drafting_state(answer: str, requests: Sequence[Request]) -> dict[str, Any]:
         "choices": [
             {
                 "k": request.k,
-                "drafting": request.drafting.value,
+                "drafting": request.drafting,
                 **speculation_report(request.speculation, request.k, level="summary"),
             }
             for request in requests

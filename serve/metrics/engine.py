@@ -14,7 +14,7 @@ from draftsmith.drafters.weights import TellsReads
 from draftsmith.kernels.acceptance import label_of
 from draftsmith.record import SinkCounts
 from draftsmith.serve.engine.engine import EngineCore
-from draftsmith.serve.requests.request import Drafting, FinishReason
+from draftsmith.serve.requests.request import FinishReason
 from draftsmith.serve.stats import MAX_PAUSES
 
 
@@ -171,14 +171,14 @@ class EngineCollector(Collector):
 
     def _rounds(self) -> Iterator[Metric]:
         stats = self.engine.stats
-        running = Counter(each.drafting.value for each in list(self.engine.scheduler.running))
+        running = Counter(each.drafting for each in list(self.engine.scheduler.running))
         drafting = GaugeMetricFamily(
             "draftsmith_requests_drafting",
             "Requests in the batch by the state of their drafting.",
             labels=["model_name", "state"],
         )
-        for state in Drafting:
-            drafting.add_metric([self.model, state.value], running[state.value])
+        for state in ("on", "off"):
+            drafting.add_metric([self.model, state], running[state])
         yield drafting
         yield self._counter("draftsmith_rounds", "Engine rounds.", stats.num_rounds)
         by_k = {str(k): count for k, count in sorted(self.engine.stats.rounds_by_k.items())}

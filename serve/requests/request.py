@@ -30,11 +30,6 @@ class FinishReason(str, enum.Enum):
     ERROR = "error"
 
 
-class Drafting(str, enum.Enum):
-    ON = "on"
-    OFF = "off"  # its k is 0
-
-
 class TokenLogprob(NamedTuple):
     """Log-probability of an emitted token under the target at temperature 1 without filters."""
 
@@ -227,9 +222,9 @@ class Request:
         return self.params.seed is not None and self.params.temperature > 0
 
     @property
-    def drafting(self) -> Drafting:
+    def drafting(self) -> str:
         """State of its drafting, whatever the control chooses for a round."""
-        return Drafting.OFF if self.k == 0 else Drafting.ON
+        return "off" if self.k == 0 else "on"
 
     @property
     def num_tokens(self) -> int:

@@ -267,7 +267,7 @@ def test_a_stream_stops_drafting_and_drafts_again(engine: Engine) -> None:
     stream.set_k(0)
     for _ in stream:
         pass
-    assert len(stream.request.output) == 60 and stream.request.drafting.value == "off"
+    assert len(stream.request.output) == 60 and stream.request.drafting == "off"
     (alone,) = engine.generate([[7, 8, 9] * 5], params)
     assert stream.request.output == alone.tokens
     assert sum(stream.request.speculation.offered) < sum(alone.speculation.offered)
