@@ -11,8 +11,7 @@ from draftsmith.drafters.tree_shape import TreeShape, parse_tree
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
 
-# Options that exclude each other, and why; NAME=VALUE stands for one value of an option, NAME for
-# any but its default.
+# Options that exclude each other where they are not their defaults, and why.
 ENGINE_CLASHES = (
     ("tree", "least_confidence", "which ends chains"),
     ("tree", "verification", "which judges chains"),
@@ -103,15 +102,12 @@ def _check_clashes(config: Any, clashes: tuple[tuple[str, str, str], ...]) -> No
             )
 
 
-def _given(config: Any, word: str) -> bool:
-    name, _, wanted = word.partition("=")
-    value = getattr(config, name)
-    return bool(value == wanted if wanted else value != getattr(type(config), name))
+def _given(config: Any, name: str) -> bool:
+    return bool(getattr(config, name) != getattr(type(config), name))
 
 
-def _said(config: Any, word: str) -> str:
-    name = word.partition("=")[0]
+def _said(config: Any, name: str) -> str:
     value = getattr(config, name)
     if isinstance(value, bool):
         return name if value else f"no-{name.replace('_', '-')}"
-    return f"{name} {' '.join(value) if name == 'lora' else value}"
+    return f"{name} {value}"
