@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -49,9 +48,3 @@ def test_every_block_is_free_or_counted_for_its_owners(
         else:
             owners.append(manager.share(owners[index]))
         check(manager, owners)
-
-
-@pytest.mark.parametrize("num_blocks, block_size", [(1, 16), (0, 16), (4, 0)])
-def test_sizes_that_hold_nothing_are_refused(num_blocks: int, block_size: int) -> None:
-    with pytest.raises(ValueError, match="at least"):
-        BlockManager(num_blocks, block_size)
