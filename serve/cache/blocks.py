@@ -16,18 +16,18 @@ class BlockManager:
     A request grows into neighbouring blocks while it can, and requests start far apart: attention
     reads a contiguous run as a slice instead of gathering it. A block whose contents are worth
     keeping (`keep`) stays findable without an owner until its room is needed; `on_evict` is then
-    called.
+    called with its key.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
         self.num_blocks, self.block_size = num_blocks, block_size
         self._free = set(range(1, num_blocks))
         self._references: dict[int, int] = {}
-        self._kept: set[int] = set()
+        self.kept: dict[int, bytes] = {}  # keys of kept blocks
         # kept blocks without owners, least recently used first
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._start = 0.0
-        self.on_evict: Callable[[int], None] | None = None
+        self.on_evict: Callable[[bytes], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -78,18 +78,18 @@ class BlockManager:
             if self._references[block] > 0:
                 continue
             del self._references[block]
-            if block in self._kept:
+            if block in self.kept:
                 self._idle[block] = None
             else:
                 self._free.add(block)
         blocks.clear()
 
-    def keep(self, block: int) -> None:
+    def keep(self, block: int, key: bytes) -> None:
         """Let the contents of an owned block outlive its owners."""
-        self._kept.add(block)
+        self.kept[block] = key
 
     def unkeep(self, block: int) -> None:
-        self._kept.remove(block)
+        del self.kept[block]
         if block in self._idle:
             del self._idle[block]
             self._free.add(block)
@@ -102,10 +102,10 @@ class BlockManager:
         # neighbours.
         for _ in range(min(max(num_blocks, self.num_usable // 16), len(self._idle))):
             block, _ = self._idle.popitem(last=False)
-            self._kept.remove(block)
             self._free.add(block)
+            key = self.kept.pop(block)
             if self.on_evict is not None:
-                self.on_evict(block)
+                self.on_evict(key)
 
     def _next(self, last: int | None) -> int:
         if last is not None and last + 1 in self._free:

@@ -71,7 +71,6 @@ class PrefixCache:
             f"{root} {blocks.block_size} {ahead}".encode(), digest_size=16
         ).digest()
         self._entries: dict[bytes, _Entry] = {}
-        self._keys: dict[int, bytes] = {}  # of the blocks in `_entries`
         self._tapped: dict[bytes, None] = {}  # keys of those with taps, the latest used last
         self._logged: dict[bytes, None] = {}  # of those with states for records, in order
         blocks.on_evict = self._evicted
@@ -93,7 +92,7 @@ class PrefixCache:
                 unread = entries[_num_ready(entries) :]
                 request.draft.taps = [tap for entry in unread for tap in entry.taps or ()]
                 for entry in unread:
-                    key = self._keys[entry.block]
+                    key = self.blocks.kept[entry.block]
                     self._tapped[key] = self._tapped.pop(key)
 
     def num_found(self, request: Request) -> int:
@@ -123,13 +122,13 @@ class PrefixCache:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry(block, False)
-            self._remember(block, key)
+            self.blocks.keep(block, key)
         taps = None if ready else self._wanted_taps(request, index, entry)
         if entry.block != block and not entry.draft_ready and (ready or taps is not None):
             # The same text in two blocks: the one that both models can use is the one to find.
-            self._forget(entry.block)
+            self.blocks.unkeep(entry.block)
             entry.block = block
-            self._remember(block, key)
+            self.blocks.keep(block, key)
         if request.recording.tap_log is not None and entry.logged is None:
             self._keep_logged(entry, key, request.recording.tap_log, index)
         if entry.block != block or entry.draft_ready:
@@ -210,16 +209,7 @@ class PrefixCache:
             del held[first]
             setattr(self._entries[first], what, None)
 
-    def _remember(self, block: int, key: bytes) -> None:
-        self._keys[block] = key
-        self.blocks.keep(block)
-
-    def _forget(self, block: int) -> None:
-        del self._keys[block]
-        self.blocks.unkeep(block)
-
-    def _evicted(self, block: int) -> None:
-        key = self._keys.pop(block)
+    def _evicted(self, key: bytes) -> None:
         del self._entries[key]
         self._tapped.pop(key, None)
         self._logged.pop(key, None)
