@@ -24,7 +24,7 @@ from draftsmith.serve.engine.output import (
 )
 from draftsmith.serve.engine.propose import Proposer
 from draftsmith.serve.engine.recorder import RoundRecorder
-from draftsmith.serve.engine.round import Round, RowOutput
+from draftsmith.serve.engine.round import Round
 from draftsmith.serve.engine.runner import state_read
 from draftsmith.serve.engine.scheduler import ScheduledRow, Scheduler
 from draftsmith.serve.requests.kept_taps import SharedTaps, keep_taps, reads_taps
@@ -77,13 +77,13 @@ class Committer:
     def commit(self, round: Round) -> None:
         now_s = time.monotonic()
         self._share_taps(round)
-        for row in round.row_outputs():
-            if round.is_ahead and _left(row.row):
+        for row in round.read_rows():
+            if round.is_ahead and _left(row):
                 continue
             try:
                 self._commit_row(round, row, now_s)
             except Exception as error:
-                self._fail(row.row.request, error)
+                self._fail(row.request, error)
         self.recorder.end_round()
         if self.overlaps and self.scheduler.busy:
             self._end_failed()
@@ -110,24 +110,24 @@ class Committer:
         else:
             self._shared.add([taps[None]])
 
-    def _commit_row(self, round: Round, row: RowOutput, now_s: float) -> None:
-        request = row.row.request
+    def _commit_row(self, round: Round, row: ScheduledRow, now_s: float) -> None:
+        request = row.request
         if request.params.prompt_logprobs is not None:
-            add_prompt_logprobs(row.row, row.prompt_logits)
+            add_prompt_logprobs(row, round.output.prompt_logits[row.prompt_logits])
         self._advance(round, row)
-        if not row.row.samples:
+        if not row.samples:
             self._store_prefix(request)
             return
         kept, before = check_stop(request, row.emitted, self.eos_token_ids), len(request.tokens)
         self._extend(request, kept.committed, now_s)
         self._store_prefix(request)
-        offered, version = round.drafted.offered(row.index), None
-        if round.drafted.by_draft(row.index):
+        offered, version = round.drafted.offered(row.place), None
+        if round.drafted.by_draft(row.place):
             version = self.stats.draft_version
         count = len(kept.committed)
         self._uncounted.append((request, offered, row.accepted, count, version, before))
         if kept.finish_reason is FinishReason.ERROR:
-            finite = not bool(row.logits[row.accepted].isnan().any())
+            finite = not bool(round.output.logits[row.logits][row.accepted].isnan().any())
             request.error = error_message(request, logits_finite=finite)
         elif (
             self.recorder.sink is not None
@@ -139,28 +139,28 @@ class Committer:
             self.recorder.round(row, kept.committed, round, version)
         alternatives, logprobs = request.params.logprobs, None
         if alternatives is not None:
-            logprobs = token_logprobs(row.logits, kept.committed, alternatives)
+            logprobs = token_logprobs(round.output.logits[row.logits], kept.committed, alternatives)
         if kept.finish_reason is not None:
             self._finish(request, kept.finish_reason)
         self._pending.append(_Item(request, kept, logprobs))
 
-    def _advance(self, round: Round, row: RowOutput) -> None:
+    def _advance(self, round: Round, row: ScheduledRow) -> None:
         """Both caches now hold the row's known tokens and the accepted ones."""
-        request = row.row.request
-        count = row.row.count + row.accepted
+        request = row.request
+        count = row.count + row.accepted
         again = request.cache.state.behind  # read a second time, their taps were kept before
-        request.cache.computed = row.row.begin + count
+        request.cache.computed = row.begin + count
         if self.state_layers is not None:
-            state_read(self.state_layers, row.row, row.size).verified(row.accepted)
+            state_read(self.state_layers, row, row.size).verified(row.accepted)
         if request.k > 0 and round.output.taps is not None:
-            begin = round.output.begins[row.index] + again
+            begin = round.output.begins[row.place] + again
             if self._shared is None:
                 keep_taps(request, round.output.taps, begin, count - again)
             if request.recording.tap_log is not None:
                 states = round.output.taps[begin : begin + count - again]
-                self.recorder.keep_taps(request, row.row.begin + again, states)
-        if round.drafted.is_read(row.index):
-            self.proposer.advance(row.row, len(row.drafted), row.accepted)
+                self.recorder.keep_taps(request, row.begin + again, states)
+        if round.drafted.is_read(row.place):
+            self.proposer.advance(row, len(row.drafted), row.accepted)
         draft = request.draft
         if draft.taps:
             begin = max(draft.cached, request.num_prompt, request.cache.num_forgotten)

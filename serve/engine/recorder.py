@@ -15,7 +15,8 @@ from draftsmith.prompts.shares import uniform
 from draftsmith.record import RecordedRound, RecordedTaps, RecordHead, RoundRow, Sink, hashed
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.control.control import sampler_name
-from draftsmith.serve.engine.round import Round, RowOutput
+from draftsmith.serve.engine.round import Round
+from draftsmith.serve.engine.scheduler import ScheduledRow
 from draftsmith.serve.requests.request import Request, TapLog
 
 log = logging.getLogger(__name__)
@@ -89,15 +90,15 @@ class RoundRecorder:
         log.recorded = end
         return RecordedTaps(self.taps, begin, values)
 
-    def round(self, row: RowOutput, committed: list[int], round: Round, version: str) -> None:
+    def round(self, row: ScheduledRow, committed: list[int], round: Round, version: str) -> None:
         """Record the part of a request with drafted tokens in a round. `committed` is in
         `request.tokens` already."""
-        request, drafted = row.row.request, round.drafted
+        request, drafted = row.request, round.drafted
         if self._logged is None:
             self._logged = LoggedRound(round.output.logits, drafted.logits, drafted.chains)
         head = self._head(request, version, drafted.drawn)
         position = request.num_tokens - len(committed)
-        place = row.index if request.recording.has_distributions else -1
+        place = row.place if request.recording.has_distributions else -1
         self._add(
             request, head, position, row.drafted, row.accepted, committed, row.emitted[-1], place
         )

@@ -119,30 +119,6 @@ class PassOutput(NamedTuple):
     every: Sequence[torch.Tensor] | None = None  # states of the pass, as `States` has them
 
 
-class RowOutput(NamedTuple):
-    """Share of one row in a finished round."""
-
-    row: ScheduledRow
-    index: int  # type: ignore[assignment]  # in place of the tuple's method
-    size: int  # drafted tokens that the pass had of it
-    drafted: list[int]  # those that were usable
-    emitted: list[int]  # accepted tokens and the token after them; empty for a piece of a prompt
-    accepted: int
-    output: PassOutput
-    own: slice  # of its logits
-    own_prompt: slice  # of its prompt logits
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """[len(drafted) + 1, V] raw; [0, V] for a piece of a prompt. Few rounds need them."""
-        return self.output.logits[self.own]
-
-    @property
-    def prompt_logits(self) -> torch.Tensor:
-        """[n, V], after the row's `prompt_positions`."""
-        return self.output.prompt_logits[self.own_prompt]
-
-
 @dataclass(slots=True)
 class Round:
     """One round; each phase fills in its field and reads those above it."""
@@ -195,21 +171,19 @@ class Round:
             for row, tokens in zip(self.schedule.drafting, self.emitted)
         ]
 
-    def row_outputs(self) -> Iterator[RowOutput]:
-        begin, own_prompt, output = 0, slice(0, 0), self.output
-        wants_prompts = output.prompt_logits.shape[0] > 0
-        for index, (row, size, drafted) in enumerate(
-            zip(self.rows, self.sizes, self.chains, strict=True)
-        ):
-            emitted: list[int] = []
-            end, accepted = begin, 0
-            if row.samples:
-                emitted = self.emitted[index]
-                end, accepted = begin + len(drafted) + 1, len(emitted) - 1
+    def read_rows(self) -> Iterator[ScheduledRow]:
+        """The rows, each with its result."""
+        begin, prompts = 0, slice(0, 0)
+        wants_prompts = self.output.prompt_logits.shape[0] > 0
+        rows = zip(self.rows, self.sizes, self.chains, strict=True)
+        for place, (row, size, drafted) in enumerate(rows):
+            row.place, row.size, row.drafted = place, size, drafted
+            row.emitted = self.emitted[place] if row.samples else []
+            end = begin + len(drafted) + 1 if row.samples else begin
             if wants_prompts:
-                own_prompt = slice(own_prompt.stop, own_prompt.stop + len(prompt_positions(row)))
-            own = slice(begin, end)
-            yield RowOutput(row, index, size, drafted, emitted, accepted, output, own, own_prompt)
+                prompts = slice(prompts.stop, prompts.stop + len(prompt_positions(row)))
+            row.logits, row.prompt_logits = slice(begin, end), prompts
+            yield row
             begin = end
 
 

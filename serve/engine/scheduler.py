@@ -303,7 +303,7 @@ def _decides_tokens_alone(row: ScheduledRow) -> bool:
 @dataclass(slots=True, init=False)
 class ScheduledRow:
     """One request's share of a target pass: `count` known tokens from position `begin`, then `k`
-    drafted ones."""
+    drafted ones; and of its result, once that is read (`Round.read_rows`)."""
 
     request: Request
     begin: int
@@ -311,10 +311,21 @@ class ScheduledRow:
     k: int
     # True when the pass reaches the newest token, so that its successor can be decided.
     samples: bool
+    place: int = field(compare=False, repr=False)  # among the rows
+    size: int = field(compare=False, repr=False)  # drafted tokens that the pass had of it
+    drafted: list[int] = field(compare=False, repr=False)  # those that were usable
+    # accepted tokens and the token after them; empty for a piece of a prompt
+    emitted: list[int] = field(compare=False, repr=False)
+    logits: slice = field(compare=False, repr=False)  # its own; none for a piece of a prompt
+    prompt_logits: slice = field(compare=False, repr=False)  # after its `prompt_positions`
 
     def __init__(self, request: Request, begin: int, count: int, k: int = 0):
         self.request, self.begin, self.count, self.k = request, begin, count, k
         self.samples = begin + count == len(request.tokens)
+
+    @property
+    def accepted(self) -> int:
+        return max(len(self.emitted) - 1, 0)
 
 
 @dataclass(slots=True)

@@ -99,7 +99,7 @@ class Served:
         commit = engine.committer.commit
 
         def noted(round: Round) -> None:
-            rows = [row for row in round.row_outputs() if row.row.samples]
+            rows = [row for row in round.read_rows() if row.samples]
             rounds.extend((row.drafted, row.accepted) for row in rows)
             commit(round)
 

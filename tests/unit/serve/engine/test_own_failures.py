@@ -92,9 +92,7 @@ PLANTED: dict[str, Callable[[EngineCore, Request, int], None]] = {
     "grammar's mask": matcher("masks"),
     "grammar's end": matcher("tokens_until_end"),
     "grammar's commit": matcher("commit"),
-    "records": engines_own(
-        lambda engine: engine.recorder, "round", lambda row, *_: row.row.request
-    ),
+    "records": engines_own(lambda engine: engine.recorder, "round", lambda row, *_: row.request),
     "the last record": engines_own(lambda engine: engine.recorder, "finish", first, at_once=True),
     "prefix cache": engines_own(lambda engine: engine.scheduler.prefix, "store", first),
     "draft cache": engines_own(
