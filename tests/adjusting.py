@@ -15,7 +15,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from draftsmith.serve.sampling.adjustments import Adjustments, tree_prefixes
+from draftsmith.serve.sampling.adjustments import Adjustments
 from draftsmith.serve.sampling.params import SamplingParams
 
 
@@ -38,7 +38,7 @@ def apply(
 def chain_prefixes(*chains: list[int]) -> tuple[list[int], list[list[int]]]:
     """Owner and drafted prefix of every row of logits."""
     owners = [owner for owner, chain in enumerate(chains) for _ in range(len(chain) + 1)]
-    return owners, tree_prefixes(chains, [range(-1, len(chain) - 1) for chain in chains])
+    return owners, [chain[:count] for chain in chains for count in range(len(chain) + 1)]
 
 
 class OpenAiPenalties:

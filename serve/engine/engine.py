@@ -27,7 +27,7 @@ from draftsmith.serve.engine.recorder import RoundRecorder
 from draftsmith.serve.engine.round import Round, RowSampling, reads_alone
 from draftsmith.serve.engine.runner import BlockTables, TargetRunner
 from draftsmith.serve.engine.scheduler import Schedule, Scheduler
-from draftsmith.serve.engine.verify import Rule, adjusted, drafted_early, move_kept, read, settle
+from draftsmith.serve.engine.verify import Rule, adjusted, adjusted_rows, move_kept, read, settle
 from draftsmith.serve.requests.input_processor import InputProcessor
 from draftsmith.serve.requests.kept_taps import wants_taps
 from draftsmith.serve.requests.request import (
@@ -251,7 +251,11 @@ class EngineCore:
         if round.schedule.drafting:
             with self.stats.phases["draft"]:
                 round.proposal = self.proposer.propose(round)
-                round.reading = drafted_early(round.proposal, round.sampling)
+        if round.sampling.adjust is not None:
+            with self.stats.phases["sample"]:
+                round.adjusted = adjusted_rows(
+                    round.proposal, round.sampling, round.sampling.adjust
+                )
 
     def _run(self, round: Round, newest: torch.Tensor | None = None) -> None:
         with self.stats.phases["verify"]:
@@ -278,7 +282,7 @@ class EngineCore:
         if round.schedule.num_deciding:
             with self.stats.phases["sample"]:
                 proposal, sampling = round.proposal, round.sampling
-                logits = adjusted(round.output.logits, proposal, sampling, round.reading)
+                logits = adjusted(round.output.logits, round.adjusted, sampling)
                 round.verdict = self.rule(logits, proposal, sampling)
 
     def _verify(self, round: Round) -> None:

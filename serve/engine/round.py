@@ -119,6 +119,15 @@ class PassOutput(NamedTuple):
     every: Sequence[torch.Tensor] | None = None  # states of the pass, as `States` has them
 
 
+class AdjustedRows(NamedTuple):
+    """Rows of the target's logits in a round whose requests adjust them."""
+
+    owners: list[int]  # the deciding row of each
+    rows: torch.Tensor  # [R] int64, the same on the device
+    drafted: torch.Tensor  # [R, D] int64, the drafted tokens before each; -1 is none
+    reading: Reading | None  # of `drafted`; None: the host needs none of them
+
+
 @dataclass(slots=True)
 class Round:
     """One round; each phase fills in its field and reads those above it."""
@@ -131,7 +140,7 @@ class Round:
     begun_s: float
     upload: Upload  # what is on the device already
     proposal: RoundProposal | None = None  # None: nothing was drafted
-    reading: Reading | None = None  # of drafted tokens that the host needs before its result
+    adjusted: AdjustedRows | None = None  # None: no request adjusts its logits
     output: PassOutput = field(init=False)
     verdict: torch.Tensor | None = None  # of the rule, on the device; None: no row decides
     arriving: Reading | None = None  # the verdict, where the round after is launched before

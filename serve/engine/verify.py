@@ -24,9 +24,9 @@ from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy
 from draftsmith.kernels.verify.verdict import DraftTree
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.proposal import Drafted, RoundProposal
-from draftsmith.serve.engine.round import Round, RowSampling
+from draftsmith.serve.engine.round import AdjustedRows, Round, RowSampling
 from draftsmith.serve.engine.scheduler import ScheduledRow
-from draftsmith.serve.sampling.adjustments import tree_prefixes
+from draftsmith.serve.sampling.adjustments import Adjustments
 
 # (target logits [R, V] under the requests' penalties, bans and masks, of which row b owns one more
 # than the pass has drafted tokens of it; what was drafted, None where nothing was; the deciding
@@ -86,51 +86,32 @@ def by_tree(
 RULES: dict[str, Rule] = {"chain": by_chain, "block": by_block, "tree": by_tree}
 
 
-def adjusted(
-    logits: torch.Tensor,
-    proposal: RoundProposal | None,
-    sampling: RowSampling,
-    drafted: Reading | None,
-) -> torch.Tensor:
-    """Target logits under the requests' penalties, bans and masks; the logits themselves where no
-    request asks for any. `drafted` is of `drafted_early`."""
-    if sampling.adjust is None:
-        return logits
+def adjusted_rows(
+    proposal: RoundProposal | None, sampling: RowSampling, adjust: Adjustments
+) -> AdjustedRows:
+    """Rows of the logits to come. Made before the target's pass, so that drafted tokens come to the
+    host while it runs."""
     sizes = [] if proposal is None else proposal.sizes
     counts = [size + 1 for size in sizes] + [1] * (len(sampling.params) - len(sizes))
     owners = [row for row, count in enumerate(counts) for _ in range(count)]
-    rows, slots = sent(logits.device, owners, [slot for one in counts for slot in range(one)])
-    before = slots.new_empty(len(owners), 0) if proposal is None else proposal.before(rows, slots)
-    prefixes: list[list[int]] = []
-    if sampling.adjust.reads_tokens:
-        prefixes = _host_prefixes(proposal, drafted, counts)
-    return sampling.adjust.apply(logits, rows, before, owners, prefixes)
+    rows, slots = sent(sampling.device, owners, [slot for one in counts for slot in range(one)])
+    if proposal is None:
+        return AdjustedRows(owners, rows, slots.new_empty(len(owners), 0), None)
+    drafted = proposal.before(rows, slots)
+    reading = Reading(drafted) if adjust.reads_tokens else None
+    return AdjustedRows(owners, rows, drafted, reading)
 
 
-def drafted_early(proposal: RoundProposal | None, sampling: RowSampling) -> Reading | None:
-    """Drafted tokens and parents on their way to the host while the target's pass runs, where it
-    works out distributions from them."""
-    if proposal is None or sampling.adjust is None or not sampling.adjust.reads_tokens:
-        return None
-    parts = [proposal.tokens] if proposal.nodes is None else [proposal.tokens, proposal.nodes[0]]
-    return Reading(torch.cat(parts, dim=1))
-
-
-def _host_prefixes(
-    proposal: RoundProposal | None, drafted: Reading | None, counts: list[int]
-) -> list[list[int]]:
-    """Drafted tokens before each row of logits. Those behind what is usable are read by none."""
-    if proposal is None or drafted is None:
-        return [[] for _ in counts]
-    width = proposal.tokens.shape[1]
-    tokens: list[list[int]] = [[]] * len(counts)
-    parents: list[Sequence[int]] = [[]] * len(counts)
-    for row, (size, found) in enumerate(zip(proposal.sizes, drafted.wait().tolist(), strict=True)):
-        tokens[row] = found[:size]
-        # A node that hangs nowhere is read by none.
-        above = [max(parent, -1) for parent in found[width : width + size]]
-        parents[row] = above or range(-1, size - 1)
-    return tree_prefixes(tokens, parents)
+def adjusted(logits: torch.Tensor, of: AdjustedRows | None, sampling: RowSampling) -> torch.Tensor:
+    """Target logits under the requests' penalties, bans and masks; the logits themselves where no
+    request asks for any."""
+    if of is None or sampling.adjust is None:
+        return logits
+    prefixes: list[list[int]] = [[] for _ in of.owners]
+    if of.reading is not None:
+        found = of.reading.wait().tolist()
+        prefixes = [[token for token in row if token >= 0] for row in found]
+    return sampling.adjust.apply(logits, of.rows, of.drafted, of.owners, prefixes)
 
 
 class Result(NamedTuple):

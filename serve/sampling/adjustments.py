@@ -176,20 +176,6 @@ def sampling_state(
     )
 
 
-def tree_prefixes(
-    drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
-) -> list[list[int]]:
-    """Drafted tokens before every row of target logits. `parents[b][i]` is the node before node i
-    of row b, -1 where that is the last committed token."""
-    prefixes: list[list[int]] = []
-    for tokens, above in zip(drafted, parents, strict=True):
-        paths: list[list[int]] = [[]]
-        for token, parent in zip(tokens, above):
-            paths.append([*paths[parent + 1], token])
-        prefixes += paths
-    return prefixes
-
-
 def ban(logits: torch.Tensor, contexts: Sequence[RowContext]) -> None:
     """Bad words of several tokens that would be completed."""
     banned = [

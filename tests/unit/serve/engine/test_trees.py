@@ -108,6 +108,30 @@ def test_keys_of_kept_nodes_move_in_all_rows_at_once() -> None:
             ]
 
 
+@pytest.mark.parametrize(
+    "parents, expected",
+    [
+        (None, [[], [4], [4, 5], [4, 5, 6], []]),
+        ([-1, -1, 1, 0], [[], [4], [5], [5, 6], [4, 7], []]),
+    ],
+)
+def test_rows_of_logits_are_adjusted_behind_their_own_branch(
+    parents: list[int] | None, expected: list[list[int]]
+) -> None:
+    """Those of a drafting row, and that of one which did not draft."""
+    tokens = torch.tensor([[4, 5, 6, 7][: len(expected) - 2]])
+    above = None if parents is None else torch.tensor([parents])
+    proposal = Proposal(
+        tokens=tokens, lengths=torch.tensor([tokens.shape[1]]), logits=None, parents=above
+    )
+    found = checked(
+        proposal, [tokens.shape[1]], proposal.lengths, 9, trees=parents is not None
+    ).before(
+        torch.tensor([0] * (len(expected) - 1) + [1]), torch.tensor([*range(len(expected) - 1), 0])
+    )
+    assert [[token for token in row if token >= 0] for row in found.tolist()] == expected
+
+
 @pytest.mark.parametrize("parents", [[1, -1], [-2, 0], [-1, 1]])
 def test_malformed_trees_are_refused_row_by_row(
     parents: list[int], monkeypatch: pytest.MonkeyPatch

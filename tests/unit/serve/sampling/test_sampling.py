@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.errors import UserError
-from draftsmith.serve.sampling.adjustments import Adjustments, check_processors, tree_prefixes
+from draftsmith.serve.sampling.adjustments import Adjustments, check_processors
 from draftsmith.serve.sampling.params import SamplingParams, check_vocabulary
 from draftsmith.serve.sampling.state import SamplingState
 from draftsmith.serve.sampling.tables import AdjustmentTables
@@ -95,12 +95,6 @@ def test_every_row_equals_transformers_processors_with_its_drafted_tokens(
         torch.testing.assert_close(
             found[row], expected, rtol=0, atol=0 if dtype == torch.float32 else 1e-6
         )
-
-
-def test_prefixes_are_the_paths_to_each_row() -> None:
-    assert chain_prefixes([4, 5], [], [6]) == ([0, 0, 0, 1, 2, 2], [[], [4], [4, 5], [], [], [6]])
-    tree = tree_prefixes([[4, 5, 6, 7], []], [[-1, -1, 1, 0], []])
-    assert tree == [[], [4], [5], [5, 6], [4, 7], []]
 
 
 def test_counts_follow_the_text_as_it_grows(adjusted: Callable[..., torch.Tensor]) -> None:
