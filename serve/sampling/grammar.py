@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -222,27 +222,18 @@ def serve(control: socket.socket) -> None:
     file with the tokenizer."""
     from llguidance import LLTokenizer
 
-    links = _received(control)
-    with open(next(links)) as file:
+    with open(socket.recv_fds(control, 1, 1)[1][0]) as file:
         text, vocab_size, end = json.load(file)
     tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=end)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the trials
     os.nice(10)
-    for link in links:
+    while links := socket.recv_fds(control, 1, 1)[1]:
         if os.fork() == 0:
             control.close()
-            with socket.socket(fileno=link) as opened:
+            with socket.socket(fileno=links[0]) as opened:
                 _try(opened, tokenizer)
             os._exit(0)
-        os.close(link)
-
-
-def _received(control: socket.socket) -> Iterator[int]:
-    while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:
-            return
-        yield descriptors[0]
+        os.close(links[0])
 
 
 def _try(link: socket.socket, tokenizer: LLTokenizer) -> None:
