@@ -15,7 +15,6 @@ import marshal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -33,12 +32,10 @@ from draftsmith.kernels.sampling.logged import (
     prob_arrays,
 )
 from draftsmith.record import (
-    Distributions,
     ProbArrays,
     RecordedRound,
     RecordedTaps,
     RecordHead,
-    RoundRecord,
     RoundRow,
     SinkCounts,
 )
@@ -225,86 +222,45 @@ def _decoded(head: bytes) -> RecordHead:
     return RecordHead.decoded(head)
 
 
-@dataclass
-class Received:
-    """p or q of a message: kind, positions of each record, arrays."""
+class SentLogits(NamedTuple):
+    """`draftsmith.record.RoundLogits` of a message."""
 
-    kind: str
-    counts: list[int]
-    arrays: list[np.ndarray]
-    records: list[RoundRecord]
+    p_kind: str
+    q_kind: str
+    parts: list[np.ndarray]  # of p, then of q
 
-    @property
-    def recorded(self) -> list[RoundRecord]:
-        """The records that have positions here."""
-        return [one for one, count in zip(self.records, self.counts) if count]
-
-
-@dataclass
-class RecordMessage:
-    """Records whose p and q are still to be made."""
-
-    records: list[RoundRecord]
-    p: Received
-    q: Received
+    def arrays(self, rows: Sequence[RoundRow]) -> tuple[ProbArrays, ProbArrays | None]:
+        tokens = [token for row in rows for token in row.drafted]
+        temperatures = [row.head.temperature for row in rows for _ in row.drafted]
+        of_p = NUM_ARRAYS[self.p_kind]
+        p = _made(self.p_kind, self.parts[:of_p], tokens, temperatures)
+        if self.q_kind == ONE_HOT:
+            return p, None
+        return p, _made(self.q_kind, self.parts[of_p:], tokens)
 
 
-def parse(room: np.ndarray) -> RecordMessage:
-    """A message, free of the ring's memory."""
+def _made(
+    kind: str,
+    parts: Sequence[np.ndarray],
+    tokens: Sequence[int],
+    temperatures: Sequence[float] | None = None,
+) -> ProbArrays:
+    if kind == REDUCED:
+        return ProbArrays.of_columns(*parts)
+    return prob_arrays(torch.from_numpy(parts[0]).view(DTYPES[kind]), tokens, temperatures)
+
+
+def parse(room: np.ndarray) -> RecordedRound:
+    """The round of a message, free of the ring's memory."""
     head, *parts = (values.copy() for values in ring_arrays.parse(room).arrays)
-    time_s, kinds, sent = marshal.loads(head)
-    arrays = iter(parts)
-    stored = [[next(arrays) for _ in range(NUM_ARRAYS[kind])] for kind in kinds]
+    time_s, (p_kind, q_kind), sent = marshal.loads(head)
+    num_logits = NUM_ARRAYS[p_kind] + NUM_ARRAYS[q_kind]
+    taps = iter(parts[num_logits:])
     rows = [
         RoundRow._make(
-            (_decoded(encoded), *fields, at and RecordedTaps._make((*at, next(arrays))), place)
+            (_decoded(encoded), *fields, at and RecordedTaps._make((*at, next(taps))), place)
         )
         for encoded, *fields, at, place in sent
     ]
-    records = [row.record(time_s) for row in rows]
-    counts = [len(row.drafted) if row.place >= 0 else 0 for row in rows]
-    p, q = (Received(kind, counts, own, records) for kind, own in zip(kinds, stored))
-    return RecordMessage(records, p, q)
-
-
-def records_of(messages: Sequence[RecordMessage]) -> list[RoundRecord]:
-    """Records of messages; the likeliest tokens of all that came as logits are found at once."""
-    for name in ("p", "q"):
-        received = [getattr(one, name) for one in messages]
-        reduced = _reduced_together(
-            [one for one in received if one.kind in DTYPES], is_p=name == "p"
-        )
-        for one in received:
-            arrays, begin = reduced.get(id(one)) or (_without_logits(one), 0)
-            for record, count in zip(one.records, one.counts, strict=True):
-                part = Distributions(arrays, begin, begin + count) if count else []
-                setattr(record, name, part)
-                begin += count
-    return [record for one in messages for record in one.records]
-
-
-def _reduced_together(
-    received: Sequence[Received], *, is_p: bool
-) -> dict[int, tuple[ProbArrays, int]]:
-    """Arrays of logits, and where those of each message begin in them, by its id."""
-    groups: dict[tuple[str, int], list[Received]] = {}
-    for one in received:
-        groups.setdefault((one.kind, one.arrays[0].shape[1]), []).append(one)
-    found: dict[int, tuple[ProbArrays, int]] = {}
-    for (kind, _), members in groups.items():
-        recorded = [record for one in members for record in one.recorded]
-        logits = torch.from_numpy(np.concatenate([one.arrays[0] for one in members]))
-        arrays = prob_arrays(
-            logits.view(DTYPES[kind]),
-            [token for record in recorded for token in record.drafted],
-            [record.temperature for record in recorded for _ in record.drafted] if is_p else None,
-        )
-        begins = accumulate((sum(one.counts) for one in members), initial=0)
-        found |= {id(one): (arrays, begin) for one, begin in zip(members, begins)}
-    return found
-
-
-def _without_logits(received: Received) -> ProbArrays:
-    if received.kind != REDUCED:
-        return ProbArrays.one_hot([one for record in received.recorded for one in record.drafted])
-    return ProbArrays.of_columns(*received.arrays)
+    logits = None if p_kind == NOTHING else SentLogits(p_kind, q_kind, parts[:num_logits])
+    return RecordedRound(rows, time_s, logits)

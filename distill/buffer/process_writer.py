@@ -28,15 +28,13 @@ from draftsmith.distill.buffer.process import (
     TAKEN,
     UNTAPPED,
     WRITTEN,
-    RecordMessage,
     WriterJob,
     parse,
-    records_of,
 )
 from draftsmith.distill.buffer.record_table import tokens_only
 from draftsmith.errors import UserError
 from draftsmith.progress import set_up_logging
-from draftsmith.record import RoundRecord
+from draftsmith.record import RecordedRound, RoundRecord
 from draftsmith.shared_ring import Ring
 
 if TYPE_CHECKING:
@@ -46,9 +44,6 @@ logger = logging.getLogger("draftsmith.buffer")
 
 # Between two looks into an empty ring.
 LOOK_S = 0.05
-# Messages that are read at once: rounds of the engine.
-MOST = 16
-MOST_BYTES = 16 << 20
 # For a disk that refuses when the server has ended.
 PATIENCE_S = 2.0
 # Between two tries to open a buffer that is away.
@@ -58,8 +53,8 @@ RETRY_S = 1.0
 class RingReader(Protocol):
     """Reading end of a ring, in a writer process."""
 
-    def take(self) -> int:
-        """Reads some of what is in the ring, and returns the number of messages."""
+    def take(self) -> bool:
+        """Reads a message; False where there is none."""
         ...
 
     def leave(self) -> None:
@@ -85,30 +80,26 @@ class RecordWriter:
         self.failed = 0
         self.before = {name: int(counts[name]) for name in (WRITTEN, DROPPED, UNTAPPED)}
 
-    def take(self) -> int:
-        """`MOST` messages at most."""
-        messages: list[RecordMessage] = []
-        size = 0
-        while len(messages) < MOST and size < MOST_BYTES and (room := self.ring.next()) is not None:
-            size += room.nbytes
-            messages.append(parse(room))
-            self.ring.counts[TAKEN] += len(messages[-1].records)
-            # Before anything is made of it: a record that ends this process is not read again.
-            self.ring.release()
-        for record in self._records(messages):
+    def take(self) -> bool:
+        room = self.ring.next()
+        if room is None:
+            return False
+        round = parse(room)
+        self.ring.counts[TAKEN] += len(round.rows)
+        # Before anything is made of it: a record that ends this process is not read again.
+        self.ring.release()
+        for record in self._records(round):
             self.buffer.put(record)
-        return len(messages)
+        return True
 
-    def _records(self, messages: list[RecordMessage]) -> list[RoundRecord]:
-        """Records of messages; one that nothing can be made of costs only itself."""
+    def _records(self, round: RecordedRound) -> list[RoundRecord]:
+        """Records of a round; one that nothing can be made of costs only itself."""
         try:
-            return records_of(messages)
+            return round.records()
         except Exception:
-            if len(messages) > 1:
-                return [record for one in messages for record in self._records([one])]
             if self.failed == 0:
                 logger.exception("records of a round cannot be read; such rounds are dropped")
-            self.failed += len(messages[0].records)
+            self.failed += len(round.rows)
             return []
 
     def leave(self) -> None:
@@ -147,9 +138,9 @@ def read_until(
     """Read until `ended(seconds)`, which waits at most so long, is True and the ring is empty."""
     reader, over = opened(ended, make, patience_s=patience_s), False
     while True:
-        taken = reader.take()
+        is_taken = reader.take()
         reader.leave()
-        if taken == 0:
+        if not is_taken:
             if over:
                 break
             over = ended(LOOK_S)

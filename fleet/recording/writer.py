@@ -335,10 +335,10 @@ class EngineWriter:
             MessageKind.RESUME: self._resume,
         }
 
-    def take(self) -> int:
+    def take(self) -> bool:
         room = self.ring.next()
         if room is None:
-            return 0
+            return False
         message = parse(room)
         try:
             self._read[message.kind](message)
@@ -347,7 +347,7 @@ class EngineWriter:
             if self.failed <= 3:
                 logger.exception("a message of the engine was not understood")
         self.ring.release()
-        return 1
+        return True
 
     def _begin(self, message: WireMessage) -> None:
         meta = message.meta(RequestMeta)

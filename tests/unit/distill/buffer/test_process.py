@@ -221,7 +221,7 @@ def test_what_a_killed_writer_had_taken_is_counted_as_lost(
     put(made, [round_of(2)])
     killed = process_writer.RecordWriter(made.ring, WriterJob(str(tmp_path / "elsewhere")))
     killed.buffer.put = lambda record: None  # type: ignore[method-assign]
-    assert killed.take() == 1  # and ends here, before it has left a word about it
+    assert killed.take()  # and ends here, before it has left a word about it
     put(made, [round_of(3, number=1)])
     write(made)
     assert made.counts == SinkCounts(written=3, lost=2)
