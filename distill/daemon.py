@@ -26,7 +26,13 @@ from draftsmith.distill.draft_track import DraftTrack
 from draftsmith.distill.learn.teachers import open_target
 from draftsmith.distill.learn.text_states import TargetFolder, states_of
 from draftsmith.distill.monitor.monitor import FALSE_ALARM, Monitor
-from draftsmith.distill.state import LEARNER, LearnerContext, LearnerCounters, StateFolder
+from draftsmith.distill.state import (
+    LEARNER,
+    LearnerContext,
+    LearnerCounters,
+    LearnerState,
+    StateFolder,
+)
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters import versions
@@ -77,17 +83,15 @@ class Daemon:
         self.saved_cursor = dict(self.reader.cursor)
 
     def _restore(self) -> None:
-        restored = self.saves.restore(self.track.learner, target_revision=self.target.revision)
-        if restored is not None:
-            self.reader.cursor = dict(restored.cursor)
-            self.counters.take_over(restored.counters)
-            self.open = OpenRequests(restored.open, orphans=restored.counters.orphans)
-            self.revisions = restored.revisions
-            if restored.monitor is not None:
-                self.monitor = Monitor.from_dict(restored.monitor, FALSE_ALARM)
-        self.track.begin(restored.track if restored else None)
-        if restored is not None:
-            if restored.is_rebased:
+        state = self.saves.restore(self.track.learner, target_revision=self.target.revision)
+        if state is not None:
+            self.reader.cursor, self.monitor = dict(state.cursor), state.monitor
+            self.counters.take_over(state.counters)
+            self.open = OpenRequests(state.open, orphans=state.counters.orphans)
+            self.revisions = state.revisions
+        self.track.begin(state.track if state else None)
+        if state is not None:
+            if state.target_revision != self.target.revision:
                 self.track.num_unscored = len(self.track.window)
             self.status.event(
                 f"goes on after update {self.counters.updates}, version {self.track.live.version} "
@@ -287,17 +291,17 @@ class Daemon:
         return False
 
     def save(self) -> None:
-        self.saves.save(
-            self.track.learner,
-            self.track.state,
-            cursor=self.reader.cursor,
-            counters=self.counters,
+        state = LearnerState(
             target_revision=self.target.revision,
             revisions=self.revisions,
-            open_records=self.open.all_records(),
-            monitor=self.monitor.to_dict(),
-            with_records=not self.reader.folder.is_memory,
+            cursor=self.reader.cursor,
+            counters=self.counters,
+            monitor=self.monitor,
+            track=self.track.state,
+            open=self.open.all_records(),
         )
+        with_records = not self.reader.folder.is_memory
+        self.saves.save(self.track.learner, state, with_records=with_records)
         self.saved_cursor, self.saved_s = dict(self.reader.cursor), time.monotonic()
 
     def retain(self) -> None:

@@ -65,16 +65,21 @@ class DraftTrack:
 
     @property
     def state(self) -> TrackState:
-        displaced = self.live.watch.displaced
+        displaced, kept = self.live.watch.displaced, self.learner.reservoir
         return TrackState(
-            self.live.version,
-            self.is_gate_due,
-            self.live.ledger,
-            self.live.drift.kept(),
-            self.fresh,
-            self.window,
-            displaced.version if displaced else None,
-            self.lifecycle.spared,
+            live_version=self.live.version,
+            is_gate_due=self.is_gate_due,
+            ledger=self.live.ledger,
+            drift=self.live.drift.kept(),
+            steps=self.learner.steps,
+            updates=self.learner.updates,
+            reservoir_seen=kept.seen,
+            fresh=self.fresh,
+            window=self.window,
+            reservoir=kept.texts,
+            latest=kept.latest,
+            displaced=displaced.version if displaced else None,
+            spared=self.lifecycle.spared,
         )
 
     def begin(self, state: TrackState | None) -> None:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,7 +32,6 @@ from draftsmith.distill.monitor.events import (
 )
 from draftsmith.distill.monitor.positions import Positions, positions_of
 from draftsmith.errors import UserError, first_line
-from draftsmith.files import restored
 from draftsmith.record import Distributions, RoundRecord
 
 # Rules whose output has the target's distribution; others are left out and counted by name.
@@ -48,16 +46,13 @@ MOST_LOG10 = 1e6
 logger = logging.getLogger("draftsmith.buffer")
 
 
-class Key(NamedTuple):
-    engine: str
-    version: str
-
-
 @dataclass
 class EvidenceStream:
-    """Counts and bets of the records of one engine and version."""
+    """Counts and bets of the records of one engine and version, "" for all records."""
 
     number: int  # from 1, in order of first appearance
+    engine: str = ""
+    version: str = ""
     positions: int = 0
     greedy: int = 0
     violations: int = 0  # tokens that cannot stand where they do
@@ -107,10 +102,13 @@ class Monitor:
 
     false_alarm: float
     everything: EvidenceStream = field(default_factory=lambda: EvidenceStream(1))
-    streams: dict[Key, EvidenceStream] = field(default_factory=dict)
+    streams: dict[str, EvidenceStream] = field(default_factory=dict)  # by name
     begun: int = 1  # streams so far
     alarms: dict[str, str] = field(default_factory=dict)  # by stream: what was seen
     left_out: Counter[str] = field(default_factory=Counter)  # rounds or positions, by reason
+
+    def __post_init__(self) -> None:
+        self.left_out = Counter(self.left_out)  # a dictionary, where it was saved
 
     def look(self, records: Sequence[RoundRecord]) -> list[str]:
         """Adds records and returns the alarms that they raise, one sentence each."""
@@ -131,20 +129,21 @@ class Monitor:
     ) -> Iterator[tuple[EvidenceStream, np.ndarray]]:
         """Each stream with a choice [n] of positions."""
         yield self.everything, np.ones(len(positions), dtype=bool)
-        keys = [Key(one.engine, one.draft_version) for one in records]
+        keys = [(one.engine, one.draft_version) for one in records]
         for key in dict.fromkeys(keys):
             chosen = np.array([other == key for other in keys])[positions.record]
             if not chosen.any():
                 continue
-            yield self._stream(key), chosen
+            yield self._stream(*key), chosen
 
-    def _stream(self, key: Key) -> EvidenceStream:
-        """Stream of a key, begun if need be, behind all others."""
-        if key not in self.streams:
+    def _stream(self, engine: str, version: str) -> EvidenceStream:
+        """Stream of an engine and version, begun if need be, behind all others."""
+        name = name_of(engine, version)
+        if name not in self.streams:
             self.begun += 1
-            self.streams[key] = EvidenceStream(self.begun)
-        self.streams[key] = self.streams.pop(key)
-        return self.streams[key]
+            self.streams[name] = EvidenceStream(self.begun, engine, version)
+        self.streams[name] = self.streams.pop(name)
+        return self.streams[name]
 
     def _add(
         self,
@@ -186,13 +185,13 @@ class Monitor:
                 self.left_out[reason] += int(chosen.sum())
 
     def _prune(self) -> None:
-        quiet = [key for key in self.streams if name_of(key) not in self.alarms]
-        for key in quiet[: max(0, len(quiet) - MOST_STREAMS)]:
-            del self.streams[key]
+        quiet = [name for name in self.streams if name not in self.alarms]
+        for name in quiet[: max(0, len(quiet) - MOST_STREAMS)]:
+            del self.streams[name]
 
     def named(self) -> dict[str, EvidenceStream]:
         """Streams by name, all records together first."""
-        return {"all": self.everything} | {name_of(key): one for key, one in self.streams.items()}
+        return {"all": self.everything} | self.streams
 
     def _new_alarms(self) -> list[str]:
         new = {
@@ -206,11 +205,10 @@ class Monitor:
     def numbers(self) -> dict[str, dict[str, float | str]]:
         """Values of each stream, for a status: engine and version ("" for all records), positions,
         z by event, log10 of the evidence, and 1 under `alarm` where one was raised."""
-        keys = {name_of(key): key for key in self.streams}
-        nobody = Key("", "")
         return {
             name: {
-                **keys.get(name, nobody)._asdict(),
+                "engine": one.engine,
+                "version": one.version,
                 "positions": one.positions,
                 **{f"z_{event}": counts.z for event, counts in one.counts.items()},
                 "log10_evidence": min(one.log_evidence / math.log(10), MOST_LOG10),
@@ -219,32 +217,9 @@ class Monitor:
             for name, one in self.named().items()
         }
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "everything": asdict(self.everything),
-            "streams": [[*key, asdict(one)] for key, one in self.streams.items()],
-            "begun": self.begun,
-            "alarms": self.alarms,
-            "left_out": dict(self.left_out),
-        }
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], false_alarm: float) -> Monitor:
-        return cls(
-            false_alarm,
-            restored(EvidenceStream, values["everything"]),
-            {
-                Key(engine, version): restored(EvidenceStream, one)
-                for engine, version, one in values["streams"]
-            },
-            values["begun"],
-            dict(values["alarms"]),
-            Counter(values["left_out"]),
-        )
-
-
-def name_of(key: Key) -> str:
-    return f"version {key.version or '-'}" + (f" on {key.engine}" if key.engine else "")
+def name_of(engine: str, version: str) -> str:
+    return f"version {version or '-'}" + (f" on {engine}" if engine else "")
 
 
 def sentence(name: str, stream: EvidenceStream) -> str:

@@ -23,7 +23,7 @@ import torch
 from draftsmith.child_process import end_of_engine
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.buffer.process_writer import begin, end, read_until
-from draftsmith.distill.monitor.monitor import Key, Monitor, name_of
+from draftsmith.distill.monitor.monitor import Monitor, name_of
 from draftsmith.fleet.engine import logger
 from draftsmith.fleet.recording.messages import (
     MessageKind,
@@ -303,7 +303,7 @@ class ServedFigures:
                 "committed": counts.num_committed,
                 "alpha": accepted / max(1, offered),
                 "tau": counts.tau or 0.0,
-                **_losslessness(judged.get(name_of(Key(self.engine, version)), {})),
+                **_losslessness(judged.get(name_of(self.engine, version), {})),
             }
             for version, counts in self.versions.items()
         }

@@ -24,7 +24,8 @@ from draftsmith.distill.gate.scoring import score_drafters
 from draftsmith.distill.gate.sequential import Ledger
 from draftsmith.distill.learn.learner import Learner, summary
 from draftsmith.distill.learn.teachers import LearningBatch
-from draftsmith.distill.state import LearnerCounters, StateFolder, TrackState
+from draftsmith.distill.monitor.monitor import Monitor
+from draftsmith.distill.state import LearnerCounters, LearnerState, StateFolder, TrackState
 from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
@@ -230,10 +231,11 @@ def test_a_learner_goes_on_after_a_restart_with_the_states_it_holds(
 
     first = new_learner()
     first.update(texts[:4])
-    state = TrackState(1, False, Ledger(), {}, [], texts[4:])
-    StateFolder(tmp_path).save(
-        first, state, cursor={}, counters=LearnerCounters(), target_revision="now", open_records=[]
-    )
+    kept = first.reservoir
+    texts_of_track = [], texts[4:], kept.texts, kept.latest
+    track = TrackState(1, False, Ledger(), {}, first.steps, 1, kept.seen, *texts_of_track)
+    state = LearnerState("now", [], {}, LearnerCounters(), Monitor(1e-6), track, [])
+    StateFolder(tmp_path).save(first, state)
     again, moved = new_learner(), new_learner()
     restored = StateFolder(tmp_path).restore(again, target_revision="now")
     assert restored is not None

@@ -46,11 +46,11 @@ def test_what_was_learned_goes_on_after_a_rollback_unless_no_gate_has_seen_it(
     assert (rolled["left"], rolled["version"]) == (2, 1)
     state, is_kept = made.state(), decision == "accept"
     track = state["track"]
-    assert track["state"]["displaced"] == (2 if is_kept else None)
+    assert track["displaced"] == (2 if is_kept else None)
     # The steps of before count on, or begin again.
     assert (track["steps"] > 0) == is_kept
-    assert (track["state"]["spared"] > 0) == is_kept
-    assert learner_of(made.config).track.lifecycle.spared == track["state"]["spared"]
+    assert (track["spared"] > 0) == is_kept
+    assert learner_of(made.config).track.lifecycle.spared == track["spared"]
     # Held-out texts are of other traffic.
     assert (made.status()["window"] == 0) == is_kept
     first = dict(checkpoint.load(made.root / "draft", made.target).named_parameters())
@@ -83,7 +83,7 @@ def test_a_version_that_was_left_goes_live_again_when_its_traffic_is_back(
     assert versions.latest(made.versions) == (2 if is_displaced else 1)
     track = made.state()["track"]
     # The one that was left last is the other one now.
-    assert track["state"]["displaced"] == (1 if is_displaced else None)
+    assert track["displaced"] == (1 if is_displaced else None)
 
 
 @pytest.mark.parametrize(
