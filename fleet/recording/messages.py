@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-
-from draftsmith import shared_ring as ring_arrays
 
 # The writer process, whose job is `EngineJob`. A new one has no request of the one before, whose
 # `generation` is another.
 WRITER = "draftsmith.fleet.recording.writer"
+Meta = TypeVar("Meta")
 
 
 class MessageKind(IntEnum):
@@ -69,20 +68,9 @@ class StepMeta(NamedTuple):
     q_is_probs: bool = False
 
 
-class WireMessage(NamedTuple):
-    kind: MessageKind
-    number: int
-    arrays: list[np.ndarray]  # in the ring's memory: copies are taken of what is kept
-
-    def meta(self, cls: Any) -> Any:
-        """First array as `RequestMeta` or `StepMeta`."""
-        return cls(*json.loads(self.arrays[0].tobytes()))
-
-
 def meta_array(meta: tuple[Any, ...]) -> np.ndarray:
     return np.frombuffer(json.dumps(list(meta)).encode(), np.uint8)
 
 
-def parse(room: np.ndarray) -> WireMessage:
-    kind, number, arrays = ring_arrays.parse(room)
-    return WireMessage(MessageKind(kind), number, arrays)
+def read_meta(cls: type[Meta], array: np.ndarray) -> Meta:
+    return cls(*json.loads(array.tobytes()))

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,18 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftsmith import shared_ring as ring_arrays
 from draftsmith.child_process import end_of_engine
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.buffer.process_writer import begin, end, read_until
 from draftsmith.distill.monitor.monitor import Monitor, name_of
 from draftsmith.fleet.engine import logger
-from draftsmith.fleet.recording.messages import (
-    MessageKind,
-    RequestMeta,
-    StepMeta,
-    WireMessage,
-    parse,
-)
+from draftsmith.fleet.recording.messages import MessageKind, RequestMeta, StepMeta, read_meta
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.kernels.sampling.logged import prepare_arrays, prob_arrays
 from draftsmith.record import (
@@ -97,6 +92,12 @@ class RunningRequest:
                 return tokens[:number], True
         return tokens, False
 
+    def record(self, head: RecordHead, **row: Any) -> RoundRecord:
+        context = self.tokens[self.recorded :]
+        made = RoundRow(head, self.records, len(self.tokens), context, **row)
+        self.records += 1
+        return made.record(time.time())
+
 
 def record_name(request_id: str) -> str:
     """Name of a request in records. It begins as that of its answer, so that `draftsmith forget`
@@ -108,107 +109,6 @@ def record_name(request_id: str) -> str:
     if prompt is not None and not answer.startswith("cmpl-"):
         answer, prompt = f"{answer}-{prompt}", None
     return f"{hashed_answer(answer)}-{prompt or 0}.{found['choice'] or 0}.{found['random']}"
-
-
-class Requests:
-    """All running requests of an engine. Methods that end or continue one return its records."""
-
-    def __init__(self, job: EngineJob):
-        self.job = job
-        self.running: dict[int, RunningRequest] = {}
-        self.mismatched = 0  # rounds whose drafted tokens did not fit the sampled ones
-
-    def begin(self, handle: int, meta: RequestMeta, prompt: list[int]) -> None:
-        head = RecordHead(
-            request=record_name(meta.id),
-            request_class=meta.request_class,
-            target=self.job.target,
-            target_revision=self.job.target_revision,
-            temperature=meta.temperature,
-            top_k=meta.top_k,
-            top_p=meta.top_p,
-            min_p=meta.min_p,
-            share=meta.share,
-            rule=self.job.rule,
-            engine=self.job.engine,
-            seeded=meta.seeded,
-        )
-        self.running[handle] = RunningRequest(meta, head, prompt, len(prompt))
-
-    def temperatures(self) -> Mapping[int, float]:
-        return {handle: one.meta.temperature for handle, one in self.running.items()}
-
-    def sampled(
-        self, handle: int, tokens: list[int], drafted: LoggedPositions | None
-    ) -> list[RoundRecord]:
-        """Tokens that a step sampled for a request, before any trimming."""
-        request = self.running.get(handle)
-        if request is None or not tokens:
-            return []
-        committed, ended = request.trim(tokens, self.job.max_length)
-        records = []
-        if drafted is not None and self._fits(tokens, drafted):
-            records.append(self._round(request, tokens, committed, drafted))
-        request.tokens += committed
-        if records:
-            request.recorded = len(request.tokens)
-        return records + (self.end(handle) if ended else [])
-
-    def resumed(self, handle: int, tokens: list[int]) -> list[RoundRecord]:
-        """A request goes on with `tokens`, later ones of which may still be on their way here. One
-        that goes on with others than it has ends: records of these are out already."""
-        request = self.running.get(handle)
-        if request is None or request.tokens == tokens[: len(request.tokens)]:
-            return []
-        self.mismatched += 1
-        return self.end(handle)
-
-    def end(self, handle: int) -> list[RoundRecord]:
-        """Last record of a request, with the tokens that no record has yet."""
-        request = self.running.pop(handle, None)
-        if request is None or len(request.tokens) == request.prompt_length:
-            return []
-        return [self._record(request, request.head, last=True)]
-
-    def _fits(self, tokens: list[int], drafted: LoggedPositions) -> bool:
-        accepted = len(tokens) - 1
-        kept = drafted.drafted[:accepted]
-        fits = tokens[:accepted] == kept and min(drafted.drafted, default=-1) >= 0
-        self.mismatched += not fits
-        return fits
-
-    def _round(
-        self,
-        request: RunningRequest,
-        tokens: list[int],
-        committed: list[int],
-        drafted: LoggedPositions,
-    ) -> RoundRecord:
-        # vLLM draws drafts at the request's temperature alone.
-        is_unfiltered = self.job.sampler == "probabilistic" and request.meta.filters
-        head = replace(
-            request.head,
-            draft_version=drafted.draft_version,
-            weight_version=drafted.weight_version,
-            sampler="unfiltered" if is_unfiltered else self.job.sampler,
-        )
-        record = self._record(
-            request,
-            head,
-            drafted=drafted.drafted,
-            accepted=len(tokens) - 1,
-            committed=committed,
-            emitted=tokens[-1],
-        )
-        if not request.meta.adjusts:
-            record.p, record.q = drafted.p, drafted.q
-        return record
-
-    def _record(self, request: RunningRequest, head: RecordHead, **row: Any) -> RoundRecord:
-        context = request.tokens[request.recorded :]
-        made = RoundRow(head, request.records, len(request.tokens), context, **row)
-        request.records += 1
-        return made.record(time.time())
 
 
 @dataclass(frozen=True)
@@ -223,12 +123,12 @@ class LoggedPositions:
 
 
 def rounds_of(
-    message: WireMessage, temperatures: Mapping[int, float]
+    arrays: list[np.ndarray], temperatures: Mapping[int, float]
 ) -> dict[int, LoggedPositions]:
     """Rounds by handle, free of the ring's memory."""
-    meta: StepMeta = message.meta(StepMeta)
-    handles, counts, drafted = (array.tolist() for array in message.arrays[1:4])
-    values = message.arrays[4:]
+    meta = read_meta(StepMeta, arrays[0])
+    handles, counts, drafted = (array.tolist() for array in arrays[1:4])
+    values = arrays[4:]
     if meta.dtype:
         spread = [temperatures.get(h, 1.0) for h, n in zip(handles, counts) for _ in range(n)]
         p, q = _from_raw(values, meta, spread, drafted)
@@ -273,14 +173,13 @@ class ServedFigures:
     versions: dict[str, AcceptanceCounts] = field(default_factory=dict)
     waiting: list[RoundRecord] = field(default_factory=list)
 
-    def add(self, records: Sequence[RoundRecord]) -> list[str]:
-        """Count records; returns the alarms that they raise, one sentence each."""
-        for one in records:
-            if one.drafted:
-                counts = self.versions.setdefault(one.draft_version, AcceptanceCounts())
-                counts.add([len(one.drafted)], [one.accepted], [len(one.committed)])
-            if one.drafted and not one.seeded:
-                self.waiting.append(one)
+    def add(self, record: RoundRecord) -> list[str]:
+        """Count a record; returns the alarms that are raised, one sentence each."""
+        if record.drafted:
+            counts = self.versions.setdefault(record.draft_version, AcceptanceCounts())
+            counts.add([len(record.drafted)], [record.accepted], [len(record.committed)])
+            if not record.seeded:
+                self.waiting.append(record)
         while len(self.versions) > VERSIONS:
             del self.versions[next(iter(self.versions))]
         return self.judge() if len(self.waiting) >= BATCH else []
@@ -319,15 +218,18 @@ def _losslessness(numbers: dict[str, Any]) -> dict[str, float]:
 
 
 class EngineWriter:
+    """Messages of an engine to records of its requests."""
+
     def __init__(self, ring: Ring, job: EngineJob):
         prepare_arrays()  # no step waits for it later
-        self.ring = ring
-        self.requests = Requests(job)
+        self.ring, self.job = ring, job
+        self.running: dict[int, RunningRequest] = {}
+        self.mismatched = 0  # rounds whose drafted tokens did not fit the sampled ones
         self.served = ServedFigures(job.engine)
         self.buffer = BufferWriter(job.buffer, share=job.share)
         self.steps: dict[int, dict[int, LoggedPositions]] = {}
         self.failed, self.left_s = 0, 0.0
-        self._read: Mapping[MessageKind, Callable[[WireMessage], None]] = {
+        self._read: Mapping[MessageKind, Callable[[int, list[np.ndarray]], None]] = {
             MessageKind.BEGIN: self._begin,
             MessageKind.POSITIONS: self._positions,
             MessageKind.TOKENS: self._tokens,
@@ -339,9 +241,9 @@ class EngineWriter:
         room = self.ring.next()
         if room is None:
             return False
-        message = parse(room)
+        kind, number, arrays = ring_arrays.parse(room)
         try:
-            self._read[message.kind](message)
+            self._read[MessageKind(kind)](number, arrays)
         except Exception:
             self.failed += 1
             if self.failed <= 3:
@@ -349,35 +251,108 @@ class EngineWriter:
         self.ring.release()
         return True
 
-    def _begin(self, message: WireMessage) -> None:
-        meta = message.meta(RequestMeta)
-        self.requests.begin(message.number, meta, message.arrays[1].tolist())
+    def _begin(self, handle: int, arrays: list[np.ndarray]) -> None:
+        meta, prompt = read_meta(RequestMeta, arrays[0]), arrays[1].tolist()
+        head = RecordHead(
+            request=record_name(meta.id),
+            request_class=meta.request_class,
+            target=self.job.target,
+            target_revision=self.job.target_revision,
+            temperature=meta.temperature,
+            top_k=meta.top_k,
+            top_p=meta.top_p,
+            min_p=meta.min_p,
+            share=meta.share,
+            rule=self.job.rule,
+            engine=self.job.engine,
+            seeded=meta.seeded,
+        )
+        self.running[handle] = RunningRequest(meta, head, prompt, len(prompt))
 
-    def _positions(self, message: WireMessage) -> None:
-        self.steps[message.number] = rounds_of(message, self.requests.temperatures())
+    def _positions(self, step: int, arrays: list[np.ndarray]) -> None:
+        temperatures = {handle: one.meta.temperature for handle, one in self.running.items()}
+        self.steps[step] = rounds_of(arrays, temperatures)
         while len(self.steps) > STEPS:
             del self.steps[next(iter(self.steps))]
 
-    def _tokens(self, message: WireMessage) -> None:
-        handles, counts, tokens = (array.tolist() for array in message.arrays)
-        rounds = self.steps.pop(message.number, {})
+    def _tokens(self, step: int, arrays: list[np.ndarray]) -> None:
+        handles, counts, tokens = (array.tolist() for array in arrays)
+        rounds = self.steps.pop(step, {})
         begin = 0
         for handle, count in zip(handles, counts):
             end = begin + count
-            self._put(self.requests.sampled(handle, tokens[begin:end], rounds.get(handle)))
+            self._sampled(handle, tokens[begin:end], rounds.get(handle))
             begin = end
 
-    def _end(self, message: WireMessage) -> None:
-        for handle in message.arrays[0].tolist():
-            self._put(self.requests.end(handle))
+    def _end(self, _: int, arrays: list[np.ndarray]) -> None:
+        for handle in arrays[0].tolist():
+            self._finish(handle)
 
-    def _resume(self, message: WireMessage) -> None:
-        self._put(self.requests.resumed(message.number, message.arrays[0].tolist()))
+    def _resume(self, handle: int, arrays: list[np.ndarray]) -> None:
+        """A request goes on with tokens, later ones of which may still be on their way here. One
+        that goes on with others than it has ends: records of these are out already."""
+        request, tokens = self.running.get(handle), arrays[0].tolist()
+        if request is not None and request.tokens != tokens[: len(request.tokens)]:
+            self.mismatched += 1
+            self._finish(handle)
 
-    def _put(self, records: list[RoundRecord]) -> None:
-        for record in records:
-            self.buffer.put(record)
-        for alarm in self.served.add(records):
+    def _sampled(self, handle: int, tokens: list[int], drafted: LoggedPositions | None) -> None:
+        """Tokens that a step sampled for a request, before any trimming."""
+        request = self.running.get(handle)
+        if request is None or not tokens:
+            return
+        committed, ended = request.trim(tokens, self.job.max_length)
+        is_round = drafted is not None and self._fits(tokens, drafted)
+        if drafted is not None and is_round:
+            self._put(self._round(request, tokens, committed, drafted))
+        request.tokens += committed
+        if is_round:
+            request.recorded = len(request.tokens)
+        if ended:
+            self._finish(handle)
+
+    def _finish(self, handle: int) -> None:
+        """Last record of a request, with the tokens that no record has yet."""
+        request = self.running.pop(handle, None)
+        if request is not None and len(request.tokens) > request.prompt_length:
+            self._put(request.record(request.head, last=True))
+
+    def _fits(self, tokens: list[int], drafted: LoggedPositions) -> bool:
+        accepted = len(tokens) - 1
+        kept = drafted.drafted[:accepted]
+        fits = tokens[:accepted] == kept and min(drafted.drafted, default=-1) >= 0
+        self.mismatched += not fits
+        return fits
+
+    def _round(
+        self,
+        request: RunningRequest,
+        tokens: list[int],
+        committed: list[int],
+        drafted: LoggedPositions,
+    ) -> RoundRecord:
+        # vLLM draws drafts at the request's temperature alone.
+        is_unfiltered = self.job.sampler == "probabilistic" and request.meta.filters
+        head = replace(
+            request.head,
+            draft_version=drafted.draft_version,
+            weight_version=drafted.weight_version,
+            sampler="unfiltered" if is_unfiltered else self.job.sampler,
+        )
+        record = request.record(
+            head,
+            drafted=drafted.drafted,
+            accepted=len(tokens) - 1,
+            committed=committed,
+            emitted=tokens[-1],
+        )
+        if not request.meta.adjusts:
+            record.p, record.q = drafted.p, drafted.q
+        return record
+
+    def _put(self, record: RoundRecord) -> None:
+        self.buffer.put(record)
+        for alarm in self.served.add(record):
             logger.error("draftsmith: %s", alarm)
 
     def leave(self) -> None:
@@ -391,8 +366,8 @@ class EngineWriter:
             "at_s": time.time(),
             "written": self.buffer.written,
             "dropped": self.buffer.dropped,
-            "running": len(self.requests.running),
-            "mismatched": self.requests.mismatched,
+            "running": len(self.running),
+            "mismatched": self.mismatched,
             "failed": self.failed,
             "versions": self.served.figures(),
         }
@@ -403,8 +378,8 @@ class EngineWriter:
     def close(self) -> None:
         """Write the text that unfinished requests have so far, and flush. The engine has ended, and
         its last records are only here: a buffer that is away is waited for."""
-        for handle in list(self.requests.running):
-            self._put(self.requests.end(handle))
+        for handle in list(self.running):
+            self._finish(handle)
         self.buffer.close(patience_s=PATIENCE_S)
         self._leave()
 
