@@ -269,7 +269,6 @@ def tabulate(records: list[RoundRecord]) -> tuple[pa.Table, int]:
 @dataclass(frozen=True)
 class BufferReading:
     records: list[RoundRecord]
-    cursor: Cursor  # what to save together with what was made of the records
     more: bool  # whether shards are left
     damaged: int
     # Answers whose records may be kept nowhere any more; `is_forgotten` decides by a record's
@@ -277,6 +276,7 @@ class BufferReading:
     forgotten: frozenset[str] = frozenset()
     # records left out because the draws behind them can be repeated; see `RoundRecord.seeded`
     seeded: int = 0
+    shards: int = 0  # that were passed
 
 
 class BufferReader:
@@ -285,10 +285,19 @@ class BufferReader:
 
     Args:
         with_taps: records come with the hidden states that they hold.
+        leaves_marks: writers wait for the reader.
     """
 
-    def __init__(self, url: str, cursor: Cursor | None = None, *, with_taps: bool = False):
+    def __init__(
+        self,
+        url: str,
+        cursor: Cursor | None = None,
+        *,
+        with_taps: bool = False,
+        leaves_marks: bool = True,
+    ):
         self.folder, self.with_taps = ShardFolder(url), with_taps
+        self.leaves_marks = leaves_marks
         self.cursor: Cursor = dict(cursor or {})
         self.damaged = 0
         self.name = uuid.uuid4().hex[:12]
@@ -322,14 +331,14 @@ class BufferReader:
         kept = [record for record in unseeded if not is_forgotten(record.request, answers)]
         seeded = len(records) - len(unseeded)
         return BufferReading(
-            kept, dict(self.cursor), done < len(unread), self.damaged - damaged, answers, seeded
+            kept, done < len(unread), self.damaged - damaged, answers, seeded, done
         )
 
     def mark(self) -> None:
         """Writes the reader's progress, which also shows writers that it is alive. A reader without
         write access to the buffer leaves no mark, and writers do not wait for it."""
         now_s = time.monotonic()
-        if now_s - self._marked_s < LOOK_S:
+        if not self.leaves_marks or now_s - self._marked_s < LOOK_S:
             return
         self._marked_s = now_s
         try:

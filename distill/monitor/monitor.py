@@ -8,7 +8,6 @@ and however often one looks.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from draftsmith.distill.buffer.folder import ShardFolder, forgotten, in_turn, is_forgotten, parse
+from draftsmith.distill.buffer.buffer import BufferReader
 from draftsmith.distill.gate.sequential import share_of
 from draftsmith.distill.monitor.events import (
     EVENTS,
@@ -31,7 +30,7 @@ from draftsmith.distill.monitor.events import (
     is_logged,
 )
 from draftsmith.distill.monitor.positions import Positions, positions_of
-from draftsmith.errors import UserError, first_line
+from draftsmith.errors import UserError
 from draftsmith.record import Distributions, RoundRecord
 
 # Rules whose output has the target's distribution; others are left out and counted by name.
@@ -43,7 +42,6 @@ MOST_STREAMS = 64
 MISS = 2.33
 # Stands for evidence without bound, which JSON has no number for.
 MOST_LOG10 = 1e6
-logger = logging.getLogger("draftsmith.buffer")
 
 
 @dataclass
@@ -245,23 +243,17 @@ class Look:
 def look(url: str, *, false_alarm: float) -> Look:
     """Reads every shard that is there now, also while servers write. Leaves no mark: writers wait
     for readers that do. Raises `UserError` where the folder cannot be read."""
-    folder, found = ShardFolder(url), Look(Monitor(false_alarm))
-    try:
-        names = folder.names()
-    except OSError as error:
-        raise UserError(f"buffer {url!r} cannot be read ({error}); give its folder") from error
-    answers = forgotten(names)
-    for shard in in_turn(folder.shards_among(names)):
+    reader, found = BufferReader(url, leaves_marks=False), Look(Monitor(false_alarm))
+    has_more = True
+    while has_more:
         try:
-            records = parse(folder.fetch(shard), with_taps=False)
-        except FileNotFoundError:
-            continue  # deleted by the retention since it was listed
-        except (OSError, ValueError) as error:
-            logger.warning("shard %s is left out (%s)", shard.path, first_line(error))
-            found.damaged += 1
-            continue
-        kept = [one for one in records if not one.seeded]
-        found.shards, found.records = found.shards + 1, found.records + len(records)
-        found.seeded += len(records) - len(kept)
-        found.monitor.look([one for one in kept if not is_forgotten(one.request, answers)])
+            reading = reader.read()
+        except OSError as error:
+            raise UserError(f"buffer {url!r} cannot be read ({error}); give its folder") from error
+        has_more = reading.more
+        found.shards += reading.shards
+        found.records += len(reading.records) + reading.seeded
+        found.seeded += reading.seeded
+        found.damaged += reading.damaged
+        found.monitor.look(reading.records)
     return found

@@ -241,7 +241,7 @@ def test_a_request_whose_records_are_on_their_way_is_waited_for(
     def is_waited_for(found: list[RoundRecord], *, more: bool, silent_s: float) -> bool:
         learner.open.add(found)
         learner.open.seen_s[name] -= silent_s
-        monkeypatch.setattr(learner.reader, "read", lambda **_: BufferReading([], {}, more, 0))
+        monkeypatch.setattr(learner.reader, "read", lambda **_: BufferReading([], more, 0))
         learner.take_in()
         return name in learner.open.records
 

@@ -83,7 +83,7 @@ class Pipe(Texts, BufferReader):
 
     def read(self, *, max_records: int = 4096) -> BufferReading:
         records, self.waiting = self.waiting, []
-        return BufferReading(records, {}, False, 0)
+        return BufferReading(records, False, 0)
 
 
 class Server:

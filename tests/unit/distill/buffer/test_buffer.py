@@ -59,7 +59,7 @@ def test_written_records_are_read_once_and_open_as_a_dataset(tmp_path: Path) -> 
     reading = reader.read()
     assert [one.round for one in reading.records] == list(range(5))
     assert reader.read().records == [] and writer.dropped == 0 and writer.written == 5
-    assert BufferReader(str(tmp_path), reading.cursor).read().records == []
+    assert BufferReader(str(tmp_path), reader.cursor).read().records == []
     opened = datasets.load_dataset(
         "parquet",
         data_files=str(tmp_path / "*.parquet"),
