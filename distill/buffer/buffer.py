@@ -46,6 +46,8 @@ logger = logging.getLogger("draftsmith.buffer")
 MAX_FAILURES = 10
 # Age at which a shard is closed. In an object store each is a request that is paid for.
 FOLDER_FLUSH_S, STORE_FLUSH_S = 1.0, 20.0
+# Of a buffer, since without a learner nothing else bounds it.
+MAX_BYTES = 8 << 30
 # How long a server that stops waits for a disk that hangs.
 CLOSE_S = 10.0
 # Most bytes of hidden states in the queue; beyond it records are stored without. A shard is begun
@@ -89,21 +91,16 @@ class BufferWriter(RecordSink):
         flush_s: float | None = None,
         flush_records: int = 512,
         queue_records: int = 16384,
-        max_bytes: int = 8 << 30,
         backlog_bytes: int = 64 << 20,
         share: float = 1.0,
     ):
         self.folder = ShardFolder(url)
         default_s = FOLDER_FLUSH_S if self.folder.is_local else STORE_FLUSH_S
-        self.flush_s, self.flush_records, self.queue_records, self.max_bytes = (
-            default_s if flush_s is None else flush_s,
-            flush_records,
-            queue_records,
-            max_bytes,
-        )
+        self.flush_s = default_s if flush_s is None else flush_s
+        self.flush_records, self.queue_records = flush_records, queue_records
         self.screens, self.backlog_bytes = screens, backlog_bytes
         self.writer = uuid.uuid4().hex[:12]
-        self.written = self.dropped = self.deleted = self.untapped = 0
+        self.written = self.dropped = self.untapped = 0
         # Of the queue: one is counted by the thread that puts, the other by the one that writes.
         self._tap_bytes_put = self._tap_bytes_taken = 0
         self._number = 0
@@ -222,7 +219,7 @@ class BufferWriter(RecordSink):
         data = io.BytesIO()
         record_table.write(table, data)
         try:
-            self.folder.write(
+            self.folder.put(
                 f"{int(time.time() * 1000):013d}-{self.writer}-{self._number:08d}.parquet",
                 data.getvalue(),
             )
@@ -244,11 +241,9 @@ class BufferWriter(RecordSink):
         return True
 
     def _bound(self) -> None:
-        """Deletes old shards, since without a learner nothing else bounds the buffer."""
+        """Deletes old shards."""
         try:
-            self.deleted += len(
-                retain(self.folder, {}, max_bytes=self.max_bytes, max_age_s=float("inf")).deleted
-            )
+            retain(self.folder, {}, max_bytes=MAX_BYTES, max_age_s=float("inf"))
         except OSError as error:
             logger.warning("buffer %s cannot be cleaned (%s)", self.folder.url, error)
 
@@ -350,7 +345,7 @@ class BufferReader:
         """Records of a shard, or None when the file system fails, which may pass. A shard that
         stays unreadable is skipped in the end."""
         try:
-            data = self.folder.fetch(shard)
+            data = self.folder.read(shard.name)
         except FileNotFoundError:
             logger.info("shard %s was deleted before it was read", shard.path)
             return []

@@ -20,12 +20,12 @@ from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.objects import Objects
 from draftsmith.distill.config import ForgetConfig
 from draftsmith.errors import UserError
+from draftsmith.files import LEFTOVER_AGE_S, sweep
 from draftsmith.progress import say
 from draftsmith.record import RoundRecord, hashed_answer
 
 logger = logging.getLogger("draftsmith.buffer")
 Cursor = dict[str, int]  # writer -> number of its last shard that was read
-LEFTOVER_AGE_S = 3600.0
 NAME = re.compile(r"(?P<time_ms>\d{13,})-(?P<writer>[0-9a-z]+)-(?P<number>\d{8})\.parquet")
 
 
@@ -71,20 +71,6 @@ class ShardFolder(Objects):
         if self.is_local:
             Path(self.root).mkdir(parents=True, exist_ok=True)
 
-    def write(self, name: str, data: bytes) -> None:
-        self.put(name, data)
-
-    def fetch(self, shard: Shard) -> bytes:
-        """Bytes of a file. An `OSError` is about the file system, not about the shard."""
-        return self.read(shard.name)
-
-    def sweep(self) -> None:
-        """Deletes half-written files of killed writers."""
-        if self.is_local:
-            for leftover in Path(self.root).glob(".*.parquet.*.tmp"):
-                if time.time() - leftover.stat().st_mtime > LEFTOVER_AGE_S:
-                    leftover.unlink(missing_ok=True)
-
 
 def file_system_of(path: Path) -> str:
     """Type of the mount that holds `path`; "" where the system does not report it."""
@@ -124,16 +110,11 @@ def parse(data: bytes, *, with_taps: bool = True) -> list[RoundRecord]:
         raise ValueError(f"a column is of another type ({error})") from error
 
 
-@dataclass(frozen=True)
-class Retained:
-    deleted: list[Shard]
-    unread: int  # how many of them no reader had learned from
-
-
-def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> Retained:
+def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: float) -> list[Shard]:
     """Deletes read shards that are too old, then the oldest until the size fits: read ones first,
-    unread ones only if it must."""
-    folder.sweep()
+    unread ones only if it must. Returns the deleted ones."""
+    if folder.is_local:
+        sweep(folder.root, older_than_s=LEFTOVER_AGE_S)
     present = folder.shards()
     now_ms = time.time() * 1000
     doomed = [
@@ -161,7 +142,7 @@ def retain(folder: ShardFolder, cursor: Cursor, *, max_bytes: int, max_age_s: fl
             max_bytes,
             unread,
         )
-    return Retained(doomed, unread)
+    return doomed
 
 
 PROGRESS = re.compile(r"reader-[0-9a-z]+\.json")
@@ -175,7 +156,7 @@ GONE_S = 600.0
 
 def leave_progress(folder: ShardFolder, reader: str, cursor: Cursor) -> None:
     mark = {"time_s": time.time(), "cursor": cursor}
-    folder.write(f"reader-{reader}.json", json.dumps(mark).encode())
+    folder.put(f"reader-{reader}.json", json.dumps(mark).encode())
 
 
 def unread_bytes(folder: ShardFolder, names: Mapping[str, int]) -> int:
@@ -217,7 +198,7 @@ def _progress(folder: ShardFolder, name: str) -> dict | None:
 def mark_forgotten(folder: ShardFolder, answer: str) -> None:
     """Marks an answer: servers write none of its records from then on, readers return none and
     learners drop what they hold."""
-    folder.write(f"forgotten-{answer}", b"")
+    folder.put(f"forgotten-{answer}", b"")
 
 
 def forgotten(names: Iterable[str]) -> frozenset[str]:
@@ -274,7 +255,7 @@ def _sweep(folder: ShardFolder, name: str) -> int:
 def _without(folder: ShardFolder, shard: Shard, name: str) -> int:
     """Rewrites a shard in place, whole or not at all."""
     try:
-        data = folder.fetch(shard)
+        data = folder.read(shard.name)
     except FileNotFoundError:
         return 0
     try:
@@ -291,7 +272,7 @@ def _without(folder: ShardFolder, shard: Shard, name: str) -> int:
     if kept.num_rows:
         rewritten = io.BytesIO()
         record_table.write(kept, rewritten)
-        folder.write(shard.name, rewritten.getvalue())
+        folder.put(shard.name, rewritten.getvalue())
     else:
         folder.delete(shard.name)
     return len(of_answer) - kept.num_rows

@@ -284,7 +284,7 @@ def check_recorded(folder: ShardFolder, layers: Sequence[int]) -> None:
     found: set[tuple[int, ...]] = set()
     for shard in reversed(folder.shards()[-MOST_SHARDS:]):
         try:
-            records = parse(folder.fetch(shard))
+            records = parse(folder.read(shard.name))
         except (OSError, ValueError):
             continue  # its reader reports it
         first = [one for one in records if one.round == 0 and one.drafted]

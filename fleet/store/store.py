@@ -3,7 +3,6 @@ the engines' statuses."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.distill.buffer.objects import Objects
-from draftsmith.files import atomic_folder, files_in, sha256_of
+from draftsmith.files import LEFTOVER_AGE_S, atomic_folder, files_in, sha256_of, sweep
 from draftsmith.fleet.store.layout import (
     CURRENT,
     ENGINES,
@@ -148,7 +147,6 @@ class VersionStore(Objects):
 
 
 KEPT = 2
-LEFTOVER_AGE_S = 3600.0
 # Writes one file of a version, by its name in the layout, to a path.
 Download = Callable[[str, Path], None]
 
@@ -191,7 +189,7 @@ class Cache:
     def _download(
         self, version: int, place: Path, marks: Mapping[str, FileMark], download: Download
     ) -> None:
-        self._sweep()
+        sweep(self.folder, older_than_s=LEFTOVER_AGE_S)
         try:
             with atomic_folder(place) as temporary:
                 for name, mark in marks.items():
@@ -220,13 +218,6 @@ class Cache:
         room = max(0, KEPT - (len(present) - len(loose)))
         for path in loose[room:]:
             shutil.rmtree(path, ignore_errors=True)
-
-    def _sweep(self) -> None:
-        """Deletes what killed downloads left."""
-        for path in self.folder.glob(".v*"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > LEFTOVER_AGE_S:
-                    shutil.rmtree(path, ignore_errors=True)
 
 
 def difference(folder: Path, marks: Mapping[str, FileMark]) -> str:

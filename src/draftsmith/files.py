@@ -19,6 +19,7 @@ import platform
 import re
 import shutil
 import tempfile
+import time
 import types
 import typing
 import uuid
@@ -32,6 +33,7 @@ from draftsmith.errors import UserError, first_line
 Signature = list[tuple[str, int, int]]
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Temporary files that killed writers leave.
+LEFTOVER_AGE_S = 3600.0  # of those in a folder of several writers
 LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.(tmp|old)")
 
 
@@ -120,16 +122,20 @@ def locked(path: str | Path) -> Iterator[None]:
         yield
 
 
-def sweep(folder: str | Path) -> None:
-    """Removes the temporary files of killed writers; for the folder's only writer."""
+def sweep(folder: str | Path, *, older_than_s: float | None = None) -> None:
+    """Removes the temporary files of killed writers; for the folder's only writer, or of an age at
+    which no other one is still at them."""
     folder = Path(folder)
     for entry in folder.iterdir() if folder.is_dir() else ():
         if not LEFTOVER.fullmatch(entry.name):
             continue
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if older_than_s is not None and time.time() - entry.stat().st_mtime <= older_than_s:
+                continue
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink()
 
 
 def plain(value: Any) -> Any:

@@ -52,7 +52,7 @@ def test_a_client_has_all_choices_of_its_answer_forgotten(
     assert len(stored()) == 2
     again = server.http.delete(path, headers=key)
     assert again.status_code == 404 and again.json()["error"]["code"] == "not_recorded"
-    monkeypatch.setattr(ShardFolder, "write", refuse)
+    monkeypatch.setattr(ShardFolder, "put", refuse)
     assert server.http.delete(path, headers=key).status_code == 503
     monkeypatch.undo()
     writer.close()

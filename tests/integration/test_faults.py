@@ -29,7 +29,7 @@ from draftsmith import files
 from draftsmith.distill import command as daemon
 from draftsmith.distill import draft_track
 from draftsmith.distill.buffer.buffer import BufferReader, BufferReading, BufferWriter
-from draftsmith.distill.buffer.folder import LEFTOVER_AGE_S, ShardFolder, retain
+from draftsmith.distill.buffer.folder import ShardFolder, retain
 from draftsmith.distill.buffer.traffic import SILENCE_S
 from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.learn.learner import Learner, UpdateReport
@@ -293,7 +293,7 @@ def test_a_server_killed_amid_a_flush_loses_that_flush_alone(loop: Callable[...,
     assert leftover.stat().st_size > 1000 and len(told) > 30, (
         "the control: there was something to lose"
     )
-    old_s = time.time() - 2 * LEFTOVER_AGE_S
+    old_s = time.time() - 2 * files.LEFTOVER_AGE_S
     os.utime(leftover, (old_s, old_s))
     retain(ShardFolder(str(copy)), {}, max_bytes=1 << 30, max_age_s=3600.0)
     assert not list(copy.glob(".*")) and len(ShardFolder(str(copy)).shards()) == 1

@@ -21,7 +21,7 @@ import pytest
 from draftsmith.distill.buffer import buffer as buffer_module
 from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
-from draftsmith.distill.buffer.folder import Shard, ShardFolder, parse, retain
+from draftsmith.distill.buffer.folder import ShardFolder, parse, retain
 from draftsmith.errors import UserError
 from draftsmith.record import Distribution, RecordedTaps, RoundRecord
 from tests.round_records import file_of, round_record
@@ -122,7 +122,7 @@ def test_states_beyond_their_bound_are_left_out_and_counted(
     def refuse(self: ShardFolder, name: str, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ShardFolder, "write", refuse)
+    monkeypatch.setattr(ShardFolder, "put", refuse)
     values = np.zeros((4, 8), dtype=np.uint16)
     monkeypatch.setattr(buffer_module, "MAX_TAP_BYTES", 3 * values.nbytes)
     writer = BufferWriter(str(tmp_path), flush_s=0.01)
@@ -203,20 +203,20 @@ def test_failing_file_system_is_waited_out_and_a_hopeless_shard_skipped(
     for number in range(3):
         writer.put(record(number=number))
     writer.close()
-    reader, fetch = BufferReader(str(tmp_path)), ShardFolder.fetch
+    reader, read = BufferReader(str(tmp_path)), ShardFolder.read
     second = ShardFolder(str(tmp_path)).shards()[1]
 
-    def fetch_but_second(self: ShardFolder, shard: Shard) -> bytes:
-        if shard.number == second.number:
+    def read_but_second(self: ShardFolder, name: str) -> bytes:
+        if name == second.name:
             raise OSError(5, "Input/output error")
-        return fetch(self, shard)
+        return read(self, name)
 
-    monkeypatch.setattr(ShardFolder, "fetch", fetch_but_second)
+    monkeypatch.setattr(ShardFolder, "read", read_but_second)
     reading = reader.read()
     assert [one.round for one in reading.records] == [0] and reading.more and reading.damaged == 0
-    monkeypatch.setattr(ShardFolder, "fetch", fetch)
+    monkeypatch.setattr(ShardFolder, "read", read)
     assert [one.round for one in reader.read().records] == [1, 2]
-    monkeypatch.setattr(ShardFolder, "fetch", fetch_but_second)
+    monkeypatch.setattr(ShardFolder, "read", read_but_second)
     stubborn = BufferReader(str(tmp_path))
     found = [
         one.round for _ in range(buffer_module.MAX_FAILURES) for one in stubborn.read().records
@@ -240,7 +240,7 @@ def test_a_clock_set_back_costs_a_reader_that_is_behind_nothing(tmp_path: Path) 
     folder = ShardFolder(str(tmp_path))
     for number, time_ms in enumerate((2 * 10**12, 10**12, 10**12 + 500)):
         name = f"{time_ms:013d}-a-{number:08d}.parquet"
-        folder.write(name, file_of([record(f"r{number}")]))
+        folder.put(name, file_of([record(f"r{number}")]))
     reader = BufferReader(str(tmp_path))
     assert [one.request for _ in range(3) for one in reader.read(max_records=1).records] == [
         "r0",
@@ -249,7 +249,9 @@ def test_a_clock_set_back_costs_a_reader_that_is_behind_nothing(tmp_path: Path) 
     ]
 
 
-def test_retention_takes_read_shards_first_and_unread_only_for_size(tmp_path: Path) -> None:
+def test_retention_takes_read_shards_first_and_unread_only_for_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     writer = BufferWriter(str(tmp_path), flush_s=5.0, flush_records=1)
     for number in range(6):
         writer.put(record(number=number))
@@ -257,11 +259,12 @@ def test_retention_takes_read_shards_first_and_unread_only_for_size(tmp_path: Pa
     folder = ShardFolder(str(tmp_path))
     present = folder.shards()
     cursor = {writer.writer: 2}
-    assert retain(folder, cursor, max_bytes=1 << 30, max_age_s=3600).deleted == []
+    assert retain(folder, cursor, max_bytes=1 << 30, max_age_s=3600) == []
     aged = retain(folder, cursor, max_bytes=1 << 30, max_age_s=-1)
-    assert [shard.number for shard in aged.deleted] == [0, 1, 2] and aged.unread == 0
+    assert [shard.number for shard in aged] == [0, 1, 2] and not caplog.records
     squeezed = retain(folder, cursor, max_bytes=present[-1].bytes + 1, max_age_s=3600)
-    assert [shard.number for shard in squeezed.deleted] == [3, 4] and squeezed.unread == 2
+    assert [shard.number for shard in squeezed] == [3, 4]
+    assert "2 shards were deleted unread" in caplog.text
     reader = BufferReader(str(tmp_path), cursor)
     assert [one.round for one in reader.read().records] == [5]
 
@@ -270,10 +273,10 @@ def test_records_of_seeded_requests_reach_no_reader(tmp_path: Path) -> None:
     """Whichever server wrote them: this one's recorder makes none."""
     folder = ShardFolder(str(tmp_path))
     mixed = [record("seeded", 0, seeded=True), record("plain", 0), record("seeded", 1, seeded=True)]
-    folder.write(f"{0:013d}-other-{0:08d}.parquet", file_of(mixed))
+    folder.put(f"{0:013d}-other-{0:08d}.parquet", file_of(mixed))
     reading = BufferReader(str(tmp_path)).read()
     assert [one.request for one in reading.records] == ["plain"] and reading.seeded == 2
-    assert len(parse(folder.fetch(folder.shards()[0]))) == 3, "they are in the shard"
+    assert len(parse(folder.read(folder.shards()[0].name))) == 3, "they are in the shard"
 
 
 def test_cursor_forgets_writers_whose_shards_are_gone(tmp_path: Path) -> None:

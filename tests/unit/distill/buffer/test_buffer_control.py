@@ -72,13 +72,13 @@ def test_fewer_requests_are_asked_for_while_the_reader_is_behind(
 
 
 def test_a_disk_that_hangs_is_nobodys_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hung, write = threading.Event(), ShardFolder.write
+    hung, write = threading.Event(), ShardFolder.put
 
     def hang(self: ShardFolder, name: str, data: bytes) -> None:
         hung.wait(30)
         write(self, name, data)
 
-    monkeypatch.setattr(ShardFolder, "write", hang)
+    monkeypatch.setattr(ShardFolder, "put", hang)
     monkeypatch.setattr(buffer_module, "CLOSE_S", 0.2)
     writer = BufferWriter(str(tmp_path), flush_s=0.01, flush_records=10, queue_records=100)
     slowest_s = 0.0
@@ -115,7 +115,7 @@ def test_an_answer_is_forgotten_by_the_buffer_its_writers_and_its_readers(
     wait_until(lambda: len(writer._queue) == 0, 10.0)
     writer.close()
     assert {one.request for one in late.read().records} == {hashed("cmpl-b-0"), hashed("cmpl-b-1")}
-    stored = b"".join(folder.fetch(shard) for shard in folder.shards())
+    stored = b"".join(folder.read(shard.name) for shard in folder.shards())
     assert (
         hashed_answer("cmpl-b").encode() in stored
         and hashed_answer("cmpl-a").encode() not in stored

@@ -205,7 +205,7 @@ def test_a_disk_that_refuses_is_one_sentence_and_counted(
     def refuse(self: ShardFolder, name: str, data: bytes) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(ShardFolder, "write", refuse)
+    monkeypatch.setattr(ShardFolder, "put", refuse)
     monkeypatch.setattr(process_writer, "PATIENCE_S", 0.0)
     full = sink()
     put(full, rounds())

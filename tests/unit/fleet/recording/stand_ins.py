@@ -193,7 +193,7 @@ class Lab:
         found: dict[str, list[RoundRecord]] = {}
         folder = ShardFolder(str(self.folder))
         shards = in_turn(folder.shards_among(folder.names()))
-        for one in [one for shard in shards for one in parse(folder.fetch(shard))]:
+        for one in [one for shard in shards for one in parse(folder.read(shard.name))]:
             if one.seeded and not seeded:
                 continue
             found.setdefault(one.request, []).append(one)
