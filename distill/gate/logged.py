@@ -34,36 +34,20 @@ class LoggedPosition(NamedTuple):
 
 
 def sampling_rows(
-    logged: Sequence[LoggedPosition], device: torch.device | str = "cpu"
+    logged: Sequence[LoggedPosition], device: torch.device | str, *, of_drafts: bool = False
 ) -> SamplingRows:
-    records = [one.record for one in logged]
-    return SamplingRows.of(
-        [record.temperature for record in records],
-        top_k=[record.top_k for record in records],
-        top_p=[record.top_p for record in records],
-        min_p=[record.min_p for record in records],
-        device=device,
-    )
+    """Sampling of the requests, or the one that the engine of each position draws its drafts with:
+    alpha of a draft is that of its logits under it."""
+    rows = [_sampling(one.record, sampler_of(one.record) if of_drafts else "") for one in logged]
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+    return SamplingRows.of(temperature, top_k=top_k, top_p=top_p, min_p=min_p, device=device)
 
 
-def draft_rows(
-    logged: Sequence[LoggedPosition], device: torch.device | str = "cpu"
-) -> SamplingRows:
-    """Sampling that the engine of each position draws its drafts with: alpha of a draft is that of
-    its logits under it."""
-    samplers = [sampler_of(one.record) for one in logged]
-    kept = [name != "unfiltered" for name in samplers]
-    records = [one.record for one in logged]
-    return SamplingRows.of(
-        [
-            0.0 if name == "greedy" else record.temperature
-            for name, record in zip(samplers, records, strict=True)
-        ],
-        top_k=[record.top_k * keeps for record, keeps in zip(records, kept, strict=True)],
-        top_p=[record.top_p if keeps else 1.0 for record, keeps in zip(records, kept, strict=True)],
-        min_p=[record.min_p * keeps for record, keeps in zip(records, kept, strict=True)],
-        device=device,
-    )
+def _sampling(record: RoundRecord, sampler: str) -> tuple[float, int, float, float]:
+    temperature = 0.0 if sampler == "greedy" else record.temperature
+    if sampler == "unfiltered":
+        return temperature, 0, 1.0, 0.0
+    return temperature, record.top_k, record.top_p, record.min_p
 
 
 def logged_arrays(logged: Sequence[LoggedPosition]) -> ProbArrays:

@@ -30,7 +30,6 @@ from draftsmith.distill.gate.logged import (
     Position,
     SampledTop,
     disagreement,
-    draft_rows,
     logged_alpha,
     logged_arrays,
     positions_of,
@@ -324,7 +323,7 @@ class TargetSide:
     def rows(self, positions: Sequence[Position]) -> TargetRows:
         logged = [position.logged for position in positions]
         device, known = self.ids.device, logged_arrays(logged)
-        sampling = draft_rows(logged, device)
+        sampling = sampling_rows(logged, device, of_drafts=True)
         if self.hidden is None:
             return TargetRows(
                 sampling, sampled_top(logged, known, device), torch.zeros(len(logged))

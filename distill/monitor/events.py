@@ -99,22 +99,23 @@ def _accepted(positions: Positions, chosen: np.ndarray) -> MonitorEvent:
 
 def _drafted(positions: Positions, chosen: np.ndarray) -> MonitorEvent:
     (at,) = chosen.nonzero()
-    in_half, mass = _half(positions.q[at])
-    happened = ((positions.q_ids[at] == positions.drafted[at][:, None]) & in_half).any(axis=1)
+    happened, mass = _in_half(positions.q[at], positions.q_ids[at], positions.drafted[at])
     return MonitorEvent("drafted", at, happened, mass, ROUNDING * mass)
 
 
 def _likeliest(positions: Positions, chosen: np.ndarray) -> MonitorEvent:
     (at,) = chosen.nonzero()
-    in_half, mass = _half(positions.p[at])
-    happened = ((positions.p_ids[at] == positions.token[at][:, None]) & in_half).any(axis=1)
+    happened, mass = _in_half(positions.p[at], positions.p_ids[at], positions.token[at])
     return MonitorEvent("emitted", at, happened, mass, positions.p_error[at] * mass)
 
 
-def _half(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Smallest beginning [n, w] of each row of half the mass, and its mass [n]."""
+def _in_half(
+    probs: np.ndarray, ids: np.ndarray, tokens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """True [n] for a token in the smallest beginning of its row of half the mass; its mass [n]."""
     inside = (probs.cumsum(axis=1) - probs < HALF) & (probs > 0)
-    return inside, np.minimum(1.0, (probs * inside).sum(axis=1))
+    mass = np.minimum(1.0, (probs * inside).sum(axis=1))
+    return ((ids == tokens[:, None]) & inside).any(axis=1), mass
 
 
 def _replaced(positions: Positions, chosen: np.ndarray) -> Iterator[MonitorEvent]:
