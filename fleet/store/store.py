@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from draftsmith.fleet.store.layout import (
     parse_status,
 )
 
+KEPT = 2  # local copies, those in use among them
+
 
 class VersionStore(Objects):
     """A store at a folder or fsspec URL.
@@ -53,7 +56,7 @@ class VersionStore(Objects):
         sleep: Callable[[float], None] = time.sleep,
     ):
         super().__init__(url, sleep=sleep)
-        self._cache = Cache(cache) if cache is not None else None
+        self._cache = cache
 
     def refusal(self, sentence: str) -> Exception:
         return StoreError(sentence)
@@ -65,11 +68,10 @@ class VersionStore(Objects):
             "what is served stays"
         )
 
-    @property
-    def cache(self) -> Cache:
-        if self._cache is None:
-            self._cache = Cache(tempfile.mkdtemp(prefix="draftsmith-versions-"))
-        return self._cache
+    @cached_property
+    def copies(self) -> Path:
+        """Folder of this engine's copies: two engines with one would delete each other's."""
+        return Path(self._cache or tempfile.mkdtemp(prefix="draftsmith-versions-"))
 
     def current(self) -> int | None:
         """The live version, which all engines should serve; None before the first."""
@@ -97,21 +99,59 @@ class VersionStore(Objects):
         """Local folder of a version in one layout, "" for the checkpoint itself. Every file has the
         size and sha256 of the manifest, also in a copy that was there. The latest two copies stay,
         and those of the `held` versions, such as the one being served."""
-        manifest = self.manifest(version)
-        prefix = f"{folder_of(version)}/{layout}/" if layout else f"{folder_of(version)}/"
-        return self.cache.fetch(
-            version,
-            layout,
-            files_of(manifest, layout),
-            lambda name, path: self._download(prefix + name, path),
-            held=held,
+        marks = files_of(self.manifest(version), layout)
+        place = self.copies / "-".join(filter(None, (folder_of(version), layout)))
+        try:
+            if not place.is_dir() or difference(place, marks):
+                self._copy(version, layout, place, marks)
+            os.utime(place)
+            self._prune({version, *held})
+        except OSError as error:
+            # Of the local disk, not of the version.
+            raise StoreUnreachable(
+                f"version {version} cannot be kept in {str(self.copies)!r} ({error}); make room, "
+                "or give another cache"
+            ) from error
+        return place
+
+    def _copy(self, version: int, layout: str, place: Path, marks: Mapping[str, FileMark]) -> None:
+        """A sentence names the first file that is otherwise than its mark."""
+        sweep(self.copies, older_than_s=LEFTOVER_AGE_S)
+        source = "/".join(filter(None, (folder_of(version), layout)))
+        try:
+            with atomic_folder(place) as temporary:
+                for name, mark in marks.items():
+                    path = temporary / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    self._download(f"{source}/{name}", path)
+                    if file_difference(name, path, mark):
+                        # Cut on its way, perhaps.
+                        self._download(f"{source}/{name}", path)
+                if found := difference(temporary, marks):
+                    raise StoreError(f"version {version} is refused: {found}; publish it again")
+        except OSError:
+            # Another process of this engine was faster.
+            if not place.is_dir() or difference(place, marks):
+                raise
+
+    def _prune(self, held: Collection[int]) -> None:
+        """Deletes all but the latest `KEPT` copies and the `held` versions."""
+        names = {folder_of(version) for version in held}
+        present = sorted(
+            (path for path in self.copies.glob("v*") if path.is_dir()),
+            key=lambda path: path.stat().st_mtime,
+            reverse=True,
         )
+        loose = [path for path in present if path.name.split("-")[0] not in names]
+        room = max(0, KEPT - (len(present) - len(loose)))
+        for path in loose[room:]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _download(self, name: str, path: Path) -> None:
         try:
             self.download(name, path)
         except FileNotFoundError:
-            # The cache reports a file that is missing as any other difference.
+            # A file that is missing is reported as any other difference.
             path.unlink(missing_ok=True)
 
     def put_engine(self, status: EngineStatus) -> None:
@@ -144,80 +184,6 @@ class VersionStore(Objects):
         """Deletes a version, its manifest first, so that no reader takes the rest for one."""
         self.delete(f"{folder_of(version)}/{MANIFEST}")
         self.delete(folder_of(version))
-
-
-KEPT = 2
-# Writes one file of a version, by its name in the layout, to a path.
-Download = Callable[[str, Path], None]
-
-
-class Cache:
-    """One engine's copies: two engines with one folder would delete each other's."""
-
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-
-    def place(self, version: int, layout: str) -> Path:
-        return self.folder / (f"{folder_of(version)}-{layout}" if layout else folder_of(version))
-
-    def fetch(
-        self,
-        version: int,
-        layout: str,
-        marks: Mapping[str, FileMark],
-        download: Download,
-        *,
-        held: Collection[int] = (),
-    ) -> Path:
-        """Folder of a whole copy: the one that is there, if every file is what `marks` says, or a
-        new one. `held` versions are not deleted for it. A sentence names the first file that is
-        otherwise."""
-        place = self.place(version, layout)
-        try:
-            if not place.is_dir() or difference(place, marks):
-                self._download(version, place, marks, download)
-            os.utime(place)
-            self._prune({version, *held})
-        except OSError as error:
-            # Of the local disk, not of the version.
-            raise StoreUnreachable(
-                f"version {version} cannot be kept in {str(self.folder)!r} ({error}); make room, "
-                "or give another cache"
-            ) from error
-        return place
-
-    def _download(
-        self, version: int, place: Path, marks: Mapping[str, FileMark], download: Download
-    ) -> None:
-        sweep(self.folder, older_than_s=LEFTOVER_AGE_S)
-        try:
-            with atomic_folder(place) as temporary:
-                for name, mark in marks.items():
-                    path = temporary / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    download(name, path)
-                    if file_difference(name, path, mark):
-                        # Cut on its way, perhaps.
-                        download(name, path)
-                if found := difference(temporary, marks):
-                    raise StoreError(f"version {version} is refused: {found}; publish it again")
-        except OSError:
-            # Another process of this engine was faster.
-            if not place.is_dir() or difference(place, marks):
-                raise
-
-    def _prune(self, held: Collection[int]) -> None:
-        """Deletes all but the latest `KEPT` copies and the `held` versions."""
-        names = {folder_of(version) for version in held}
-        present = sorted(
-            (path for path in self.folder.glob("v*") if path.is_dir()),
-            key=lambda path: path.stat().st_mtime,
-            reverse=True,
-        )
-        loose = [path for path in present if path.name.split("-")[0] not in names]
-        room = max(0, KEPT - (len(present) - len(loose)))
-        for path in loose[room:]:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def difference(folder: Path, marks: Mapping[str, FileMark]) -> str:

@@ -93,7 +93,7 @@ def test_a_torn_or_overwritten_version_is_refused_in_a_sentence(
     with pytest.raises(StoreError, match=sentence) as refused:
         store.fetch(7, "vllm")
     assert not isinstance(refused.value, StoreUnreachable)
-    assert list(store.cache.folder.glob("*")) + list(store.cache.folder.glob(".v*")) == []
+    assert list(store.copies.glob("*")) + list(store.copies.glob(".v*")) == []
 
 
 def test_a_damaged_copy_is_fetched_again_and_a_new_version_7_is_not_the_old_one(
@@ -114,17 +114,17 @@ def test_the_latest_two_copies_stay_and_the_served_one(store: VersionStore, tmp_
     for version in (1, 2, 3, 4):
         publish(store, version, tmp_path, FILES)
         store.fetch(version, "vllm", held=[1])
-    kept = sorted(path.name for path in store.cache.folder.iterdir())
+    kept = sorted(path.name for path in store.copies.iterdir())
     assert kept == ["v000001-vllm", "v000004-vllm"]
     store.fetch(3, "vllm")
-    assert len(list(store.cache.folder.iterdir())) == KEPT == 2
+    assert len(list(store.copies.iterdir())) == KEPT == 2
 
 
 def test_leftovers_of_killed_downloads_go_once_they_are_old(
     store: VersionStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(store, 7, tmp_path, FILES)
-    torn = store.cache.folder / ".v000006-vllm.01234567.tmp"
+    torn = store.copies / ".v000006-vllm.01234567.tmp"
     torn.mkdir(parents=True)
     store.fetch(7)
     assert torn.exists(), "another process may be writing it"
