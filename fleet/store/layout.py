@@ -11,7 +11,6 @@ manifest.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -19,11 +18,10 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-CURRENT = "current"
-MANIFEST = "manifest.json"
+from draftsmith.drafters.versions import CURRENT, SCHEMA_VERSION
+from draftsmith.files import plain, restored
+
 ENGINES = "engines"
-SCHEMA_VERSION = 1  # of a manifest
-FOLDER = re.compile(r"v(\d{6,})")
 
 
 class FileMark(NamedTuple):
@@ -133,15 +131,13 @@ class EngineStatus:
     tokens_per_s: float | None = None
     z: float | None = None  # of the losslessness monitor
     alarm: bool = False  # its evidence against a lossless engine is enough
-    refused: Mapping[int, str] = field(default_factory=dict)  # reason by version
+    refused: dict[int, str] = field(default_factory=dict)  # reason by version
     # {"version": ..., "pause_ms": ..., "ok": ...}
     last_swap: Mapping[str, Any] = field(default_factory=dict)
     at_s: float = 0.0  # when this status was made
 
     def to_json(self) -> bytes:
-        values = {name: finite(value) for name, value in asdict(self).items()}
-        values["refused"] = {str(version): reason for version, reason in self.refused.items()}
-        return (json.dumps(values) + "\n").encode()
+        return (json.dumps(plain(asdict(self))) + "\n").encode()
 
 
 def parse_status(data: bytes) -> EngineStatus:
@@ -150,19 +146,12 @@ def parse_status(data: bytes) -> EngineStatus:
     known = {one.name for one in fields(EngineStatus)}
     try:
         read = {name: value for name, value in values.items() if name in known}
-        refused = read.get("refused") or {}
-        read["refused"] = {int(version): str(reason) for version, reason in refused.items()}
         read["at_s"] = float(read.get("at_s") or 0.0)
-        return EngineStatus(**read)
+        return restored(EngineStatus, read)
     except (AttributeError, TypeError, ValueError) as error:
         raise StoreError(
             f"the status of engine {values.get('engine')!r} is of another form ({error})"
         ) from error
-
-
-def finite(value: Any) -> Any:
-    """None for NaN and infinity, which JSON has not."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def object_of(engine: str) -> str:

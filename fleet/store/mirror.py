@@ -24,7 +24,6 @@ from draftsmith.errors import UserError
 from draftsmith.files import files_in, plain, sha256_of, sweep
 from draftsmith.fleet.config import FleetConfig
 from draftsmith.fleet.store.layout import (
-    MANIFEST,
     FileMark,
     StoreError,
     StoreUnreachable,
@@ -154,7 +153,7 @@ def upload(
     present = found.get("layouts", ())
     if found and set(layouts) <= set(present):
         return False
-    files = {name: path for name, path in files_in(folder).items() if name != MANIFEST}
+    files = {name: path for name, path in files_in(folder).items() if name != versions.MANIFEST}
     for layout, place in write_layouts(folder).items():
         files |= {f"{layout}/{name}": path for name, path in files_in(place).items()}
     marks = {name: FileMark(path.stat().st_size, sha256_of(path)) for name, path in files.items()}
@@ -174,14 +173,9 @@ def upload(
 
 def found_in(store: VersionStore, version: int, own: Mapping[str, Any]) -> Mapping[str, Any]:
     """Manifest of the same version in the store; empty where it is not there whole."""
-    try:
-        found = store.manifest(version)
-    except StoreUnreachable:
-        raise
-    except StoreError:
-        return {}
+    found = manifest_in(store, version)
     digests = {name: mark.sha256 for name, mark in file_marks(found).items()}
-    if any(digests.get(name) != digest for name, digest in own["hashes"].items()):
+    if found and any(digests.get(name) != digest for name, digest in own["hashes"].items()):
         raise UserError(
             f"version {version} in {store.url!r} is another one than the learner's; give a store "
             "of its own to each versions folder"
@@ -213,7 +207,7 @@ def prune(store: VersionStore, root: Path, *, keep: int) -> list[int]:
     used = in_use(store)
     old = set(present[:-keep])
     torn = {
-        version for version in present if version not in used and not is_whole(store, version)
+        version for version in present if version not in used and not manifest_in(store, version)
     } - set(versions.versions(root))
     doomed = sorted((old | torn) - used)
     for version in doomed:
@@ -232,14 +226,14 @@ def in_use(store: VersionStore) -> set[int]:
     return {version for version in used if version is not None}
 
 
-def is_whole(store: VersionStore, version: int) -> bool:
+def manifest_in(store: VersionStore, version: int) -> Mapping[str, Any]:
+    """Manifest of a version; empty where it is not there whole."""
     try:
-        store.manifest(version)
+        return store.manifest(version)
     except StoreUnreachable:
         raise
     except StoreError:
-        return False
-    return True
+        return {}
 
 
 # Beside the versions: a folder that is no version, so that no server and no learner looks into it.

@@ -50,15 +50,8 @@ def look(config: FleetConfig, show: Callable[[View], None]) -> int:
 
 
 def lines(view: View) -> list[str]:
-    table = [HEADS, *(cells(row, view["current"]) for row in view["engines"])]
-    widths = [max(len(line[column]) for line in table) for column in range(len(HEADS) - 1)]
-    return [
-        summary(view),
-        *(
-            "  ".join([*map(str.ljust, line, widths), line[-1]]).rstrip()
-            for line in (table if view["engines"] else ())
-        ),
-    ]
+    rows = [cells(row, view["current"]) for row in view["engines"]]
+    return [summary(view), *(files.markdown_table(HEADS, rows) if rows else ())]
 
 
 def summary(view: View) -> str:
@@ -105,9 +98,8 @@ def number(value: Any, form: str, unit: str = "") -> str:
     return f"{value:{form}}{unit}" if isinstance(value, (int, float)) else "-"
 
 
-def view_of(store: VersionStore, *, now_s: float | None = None) -> dict[str, Any]:
-    now_s = time.time() if now_s is None else now_s
-    engines = store.engines()
+def view_of(store: VersionStore) -> dict[str, Any]:
+    now_s, engines = time.time(), store.engines()
     served = Counter(str(status.version) for status in engines if now_s - status.at_s <= SILENT_S)
     return {
         "versions": store.url,

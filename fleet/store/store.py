@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.distill.buffer.objects import Objects
+from draftsmith.drafters.versions import CURRENT, FOLDER, MANIFEST
 from draftsmith.files import LEFTOVER_AGE_S, atomic_folder, files_in, sha256_of, sweep
 from draftsmith.fleet.store.layout import (
-    CURRENT,
     ENGINES,
-    FOLDER,
-    MANIFEST,
     EngineStatus,
     FileMark,
     StoreError,

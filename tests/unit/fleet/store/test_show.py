@@ -130,12 +130,13 @@ def test_status_names_every_engine_its_figures_and_what_it_refused(
     store.put_engine(EngineStatus(engine="c", version=2, at_s=time.time() - 3600))
     lines = run("status", "--versions", store.url)[1].splitlines()
     assert lines[0] == "version 2 is live; 1 on version 1, 1 on version 2; 1 silent"
-    assert " ".join(lines[1].split()) == "engine version alpha tau tok/s z last swap seen note"
-    assert " ".join(lines[2].split()) == "a 2 0.432 1.75 1234 -0.3 3.2 ms 0s ago"
-    assert lines[3].endswith(
+    head, _, a, b, c = [" ".join(line.replace("|", " ").split()) for line in lines[1:]]
+    assert head == "engine version alpha tau tok/s z last swap seen note"
+    assert a == "a 2 0.432 1.75 1234 -0.3 3.2 ms 0s ago"
+    assert b.endswith(
         "samples another distribution than the target's; should serve 2; refused 2: torn"
     )
-    assert lines[4].split()[-3:] == ["1h00m", "ago", "silent"]
+    assert c.split()[-3:] == ["1h00m", "ago", "silent"]
     view = json.loads(run("status", "--versions", store.url, "--json")[1])
     assert view["current"] == 2 and view["stored"] == [1, 2]
     assert [row["engine"] for row in view["engines"]] == ["a", "b", "c"]

@@ -218,6 +218,7 @@ store.current(), store.engines()
 ours = [name for name in sys.modules if name.startswith("draftsmith.")]
 base = ("draftsmith.version", "draftsmith.train")  # loaded by the package itself
 base += ("draftsmith.files", "draftsmith.errors", "draftsmith.distill")
+base += ("draftsmith.drafters", "draftsmith.drafters.versions")
 base += ("draftsmith.distill.buffer", "draftsmith.distill.buffer.objects")
 print([name for name in ours if not name.startswith("draftsmith.fleet") and name not in base])
 print([name for name in ("torch", "transformers", "numpy", "pyarrow") if name in sys.modules])
