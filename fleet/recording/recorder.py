@@ -38,7 +38,10 @@ Reduced = list[Callable[[], ProbArrays]]
 
 
 class Serving(Protocol):
-    version: str  # of the draft that proposes now
+    @property
+    def version(self) -> str:
+        """Version of the draft that proposes now."""
+        ...
 
 
 class DraftedStep(NamedTuple):

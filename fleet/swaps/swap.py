@@ -296,26 +296,20 @@ def _handle(slots: Slots, name: str) -> Handle:
     return slot
 
 
-class Watch:
-    """Wraps methods of one worker. `on_change` is called when the version is lost."""
+def watch(worker: Any, swaps: Swaps) -> None:
+    """Wraps methods of one worker by which the version is lost, or its memory goes away."""
 
-    def __init__(self, worker: Any, swaps: Swaps, on_change: Callable[[], None]):
-        self.swaps, self.on_change = swaps, on_change
-        for name in ("start_draft_weight_update", "finish_weight_update"):
-            around(worker, name, after=self._updated, failed=self._updated)
-        around(worker, "sleep", before=self._sleep)
-        around(worker, "wake_up", after=self._wake)
+    def updated(*_: Any, **__: Any) -> None:
+        swaps.forget("vLLM's own weight update wrote into the draft")
 
-    def _updated(self) -> None:
-        self._lost("vLLM's own weight update wrote into the draft")
+    def sleeps(*_: Any, **__: Any) -> None:
+        swaps.is_asleep = True
 
-    def _sleep(self) -> None:
-        self.swaps.is_asleep = True
+    def wakes(*_: Any, **__: Any) -> None:
+        swaps.is_asleep = False
+        swaps.forget("the engine slept")
 
-    def _wake(self) -> None:
-        self.swaps.is_asleep = False
-        self._lost("the engine slept")
-
-    def _lost(self, reason: str) -> None:
-        self.swaps.forget(reason)
-        self.on_change()
+    for name in ("start_draft_weight_update", "finish_weight_update"):
+        around(worker, name, after=updated, failed=updated)
+    around(worker, "sleep", before=sleeps)
+    around(worker, "wake_up", after=wakes)

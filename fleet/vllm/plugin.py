@@ -93,7 +93,7 @@ def _attach(worker: Any) -> None:
     settings = settings_of(worker.vllm_config)
     if settings is None:
         return
-    worker.draftsmith = WorkerState(settings, settings.version)
+    worker.draftsmith = WorkerState(settings)
     if settings.mend_expand_kernel:
         install()
     if sentence := fault_of(worker.vllm_config, settings):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,9 @@ def draftsmith_swap(worker: Any, step: str, call: str = "", **arguments: str) ->
         if step not in STEPS:
             raise ValueError(f"{step!r} is no step of a swap; give one of {sorted(STEPS)}")
         found: dict[str, Any] = getattr(swaps, step)(**arguments)
-        state.version = swaps.version
     except Exception as error:
         found = {"state": "refused", "reason": str(error), "version": state.version}
         logger.warning("draftsmith: %s: %s", step, error)
-    if found.get("state") == "refused" and found.get("staged"):
-        state.refused[found["staged"]] = found["reason"]
     found |= {"rank": worker.rank}
     leave_answer(worker, state, call, found)
     return found
@@ -52,14 +49,10 @@ def draftsmith_swap(worker: Any, step: str, call: str = "", **arguments: str) ->
 def swaps_of(worker: Any, state: WorkerState) -> Any:
     if state.swaps is None:
         from draftsmith.fleet.swaps.proposer import SwappedProposer
-        from draftsmith.fleet.swaps.swap import Swaps, Watch
+        from draftsmith.fleet.swaps.swap import Swaps, watch
 
-        swaps = Swaps(SwappedProposer(worker), version=state.version)
-
-        def lost() -> None:
-            state.version = ""
-
-        Watch(worker, swaps, lost)
+        swaps = Swaps(SwappedProposer(worker), version=state.settings.version)
+        watch(worker, swaps)
         state.swaps = swaps
     return state.swaps
 
@@ -100,12 +93,7 @@ def draftsmith_status(worker: Any, call: str = "") -> dict[str, Any]:
     state: WorkerState | None = getattr(worker, "draftsmith", None)
     if state is None:
         return {}
-    status = {
-        "rank": worker.rank,
-        "replica": replica_of(worker),
-        "version": state.version,
-        "refused": dict(state.refused),
-    }
+    status = {"rank": worker.rank, "replica": replica_of(worker), "version": state.version}
     if state.recorder is not None:
         status["records"] = state.recorder.status()
     leave_answer(worker, state, call, status)
@@ -159,12 +147,13 @@ def settings_of(vllm_config: Any) -> Settings | None:
 
 @dataclass
 class WorkerState:
-    """State of the plugin in one worker: `worker.draftsmith`. A swap sets `version`, which the
-    recorder reads once per round."""
+    """State of the plugin in one worker: `worker.draftsmith`."""
 
     settings: Settings
-    version: str = ""  # of the served draft, as records name it
     recorder: Any = None
     swaps: Any = None  # `fleet.swaps.swap.Swaps`, made at the first step of a swap
-    # reasons by versions that are not served
-    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def version(self) -> str:
+        """Version of the served draft, as records name it."""
+        return self.settings.version if self.swaps is None else self.swaps.version

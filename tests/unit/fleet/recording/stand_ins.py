@@ -13,7 +13,6 @@ import torch
 from draftsmith.distill.buffer.folder import ShardFolder, in_turn, parse
 from draftsmith.fleet.recording.recorder import EngineRecorder
 from draftsmith.fleet.recording.writer import EngineJob, run
-from draftsmith.fleet.vllm.worker import Settings, WorkerState
 from draftsmith.record import RoundRecord
 from draftsmith.shared_ring import Ring
 
@@ -181,7 +180,7 @@ class Lab:
         self.folder, self.max_length = folder, max_length
         self.worker = Worker(sampler or FirstSampler())
         self.writer = Writer(Ring.create(capacity))
-        self.state = WorkerState(Settings(), "1")
+        self.state = SimpleNamespace(version="1")
         self.recorder = EngineRecorder(
             self.worker, self.state, self.writer, most=1.0, max_length=max_length  # type: ignore[arg-type]
         )  # fmt: skip

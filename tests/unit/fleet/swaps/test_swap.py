@@ -15,7 +15,7 @@ import torch
 from draftsmith.fleet.swaps import swap as swap_module
 from draftsmith.fleet.swaps.packed import handles_in
 from draftsmith.fleet.swaps.proposer import SwappedProposer
-from draftsmith.fleet.swaps.swap import Swaps, Watch
+from draftsmith.fleet.swaps.swap import Swaps, watch
 from tests.unit.fleet.swaps.stand_in import (
     CONFIG,
     WIDTH,
@@ -270,17 +270,17 @@ def repacked(model: torch.nn.Module) -> None:
 
 
 def test_updates_by_others_lose_the_version(swaps: Swaps, worker: Any) -> None:
-    lost: list[str] = []
     for name in ("start_draft_weight_update", "finish_weight_update", "sleep", "wake_up"):
         setattr(worker, name, lambda: None)
-    Watch(worker, swaps, lambda: lost.append(swaps.reason))
-    worker.start_draft_weight_update()
-    worker.finish_weight_update()
-    assert len(lost) == 2 and "wrote into the draft" in lost[0] and swaps.version == ""
+    watch(worker, swaps)
+    for update in (worker.start_draft_weight_update, worker.finish_weight_update):
+        swaps.version, swaps.reason = "1", ""
+        update()
+        assert "wrote into the draft" in swaps.reason and swaps.version == ""
     worker.sleep()
     assert swaps.stage("anything", "2")["reason"] == "the engine sleeps"
     worker.wake_up()
-    assert not swaps.is_asleep and lost[-1] == "the engine slept"
+    assert not swaps.is_asleep and swaps.reason == "the engine slept"
 
 
 def test_steps_out_of_order_are_refused(swaps: Swaps, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_worker_has_a_state_only_where_settings_are(worker_class: type) -> Non
     set_up = worker_class(SimpleNamespace(additional_config={"draftsmith": {"version": "3"}}), 1)
     assert isinstance(set_up.draftsmith, WorkerState)
     assert set_up.draftsmith_status() == {
-        "rank": 1, "replica": 0, "version": "3", "refused": {}
+        "rank": 1, "replica": 0, "version": "3"
     }  # fmt: skip
 
 
