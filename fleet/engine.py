@@ -49,38 +49,38 @@ def replica_in(parallel: Any) -> int:
     return int(getattr(parallel, "data_parallel_index", rank) or 0)
 
 
+Act = Callable[..., None] | None
+
+
 def around(
-    owner: Any,
-    name: str,
-    *,
-    before: Callable[[], None] | None = None,
-    after: Callable[[], None] | None = None,
-    failed: Callable[[], None] | None = None,
+    owner: Any, name: str, *, before: Act = None, after: Act = None, failed: Act = None
 ) -> None:
-    """Let calls of a method of one object, where it has it, be surrounded by acts, whose errors are
-    logged and do not reach the engine."""
+    """Let calls of a method of one object or class, where it has it, be surrounded by acts, which
+    get its arguments. Their errors are logged and do not reach the engine. A repeated call changes
+    nothing."""
     method = getattr(owner, name, None)
-    if not callable(method):
+    if not callable(method) or hasattr(method, "draftsmith"):
         return
 
     @functools.wraps(method)
     def extended(*args: Any, **kwargs: Any) -> Any:
-        quietly(before)
+        quietly(before, *args, **kwargs)
         try:
             result = method(*args, **kwargs)
         except BaseException:
-            quietly(failed)
+            quietly(failed, *args, **kwargs)
             raise
-        quietly(after)
+        quietly(after, *args, **kwargs)
         return result
 
+    extended.draftsmith = True  # type: ignore[attr-defined]
     setattr(owner, name, extended)
 
 
-def quietly(act: Callable[[], None] | None) -> None:
+def quietly(act: Act, *args: Any, **kwargs: Any) -> None:
     try:
         if act is not None:
-            act()
+            act(*args, **kwargs)
     except Exception:
         logger.exception("draftsmith: the engine goes on without it")
 

@@ -11,18 +11,16 @@ stays as it is. Nothing raised here reaches vLLM.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from draftsmith.child_process import Child
-from draftsmith.fleet.engine import around, engine_name, logger, once, port_of, replica_in
+from draftsmith.fleet.engine import around, engine_name, once, port_of, replica_in
 from draftsmith.fleet.recording.messages import WRITER
 from draftsmith.fleet.recording.recorder import EngineRecorder
 from draftsmith.fleet.recording.seam import kind_of
@@ -46,50 +44,23 @@ def register() -> None:
     for method in METHODS:
         if not hasattr(WorkerBase, method.__name__):
             setattr(WorkerBase, method.__name__, method)
-    if not hasattr(WorkerBase.__init__, "draftsmith"):
-        setattr(WorkerBase, "__init__", _extended(WorkerBase.__init__))  # noqa: B010
+    around(WorkerBase, "__init__", after=_attach)
     try:
-        _follow_weight_versions()
-    except (ImportError, AttributeError) as error:
-        once(f"this vLLM names no versions of its weights ({error})", logging.INFO)
+        from vllm.v1.engine.core import EngineCore
+    except ImportError:
+        EngineCore = None
+    if not hasattr(EngineCore, "set_weight_version"):
+        once("this vLLM names no versions of its weights", logging.INFO)
+    around(EngineCore, "set_weight_version", after=_weights_named)
 
 
-def _follow_weight_versions() -> None:
+def _weights_named(core: Any, weight_version: str) -> None:
     """Let the engine pass the name of the target's weights, which its workers do not get."""
-    from vllm.v1.engine.core import EngineCore
-
-    inner = EngineCore.set_weight_version
-    if hasattr(inner, "draftsmith"):
-        return
-
-    @functools.wraps(inner)
-    def extended(core: Any, weight_version: str) -> Any:
-        result = inner(core, weight_version)
-        try:
-            if settings_of(core.vllm_config) is not None:
-                core.collective_rpc("draftsmith_weight_version", args=(weight_version,))
-        except Exception:
-            logger.exception("draftsmith: records keep the last name of the weights")
-        return result
-
-    extended.draftsmith = True  # type: ignore[attr-defined]
-    EngineCore.set_weight_version = extended
+    if settings_of(core.vllm_config) is not None:
+        core.collective_rpc("draftsmith_weight_version", args=(weight_version,))
 
 
-def _extended(construct: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(construct)
-    def extended(worker: Any, *args: Any, **kwargs: Any) -> None:
-        construct(worker, *args, **kwargs)
-        try:
-            _attach(worker)
-        except Exception:
-            logger.exception("draftsmith: a worker is left as it is")
-
-    extended.draftsmith = True  # type: ignore[attr-defined]
-    return extended
-
-
-def _attach(worker: Any) -> None:
+def _attach(worker: Any, *_: Any, **__: Any) -> None:
     settings = settings_of(worker.vllm_config)
     if settings is None:
         return
@@ -111,8 +82,8 @@ def endpoints() -> Any:
 
 def attach(worker: Any, state: WorkerState) -> None:
     """Let the recorder begin after the worker's warm-up and end with the worker."""
-    around(worker, "compile_or_warm_up_model", after=lambda: begin(worker, state))
-    around(worker, "shutdown", before=lambda: end(state))
+    around(worker, "compile_or_warm_up_model", after=lambda *_, **__: begin(worker, state))
+    around(worker, "shutdown", before=lambda *_, **__: end(state))
 
 
 def begin(worker: Any, state: WorkerState) -> None:
