@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from draftsmith.chat_answers import AnswerTokenizer
 from draftsmith.chats import conversation_of, rendered, source_of
@@ -18,26 +18,11 @@ ENDS = re.compile(rb"\r\n|\r|\n")
 DONE = b"[DONE]"
 
 
-class Endpoint(Protocol):
-    path: str
-
-    def prompt(self, body: Body, tokenizer: AnswerTokenizer) -> list[int] | None:
-        """Tokens of a single prompt by this tokenizer; None where there is no such prompt."""
-        ...
-
-    def given_prompt(self, body: Body) -> list[int] | None:
-        """Tokens of a prompt that was sent as ids."""
-        ...
-
-    def text(self, choice: Body) -> str | None:
-        """Text of a choice or of its piece; None where it is not all that was generated."""
-        ...
-
-
 class Completions:
     path = "/v1/completions"
 
     def prompt(self, body: Body, tokenizer: AnswerTokenizer) -> list[int] | None:
+        """Tokens of a single prompt by this tokenizer; None where there is no such prompt."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
@@ -47,6 +32,7 @@ class Completions:
         return tokenizer.encode(prompt, add_special_tokens=bool(special))
 
     def given_prompt(self, body: Body) -> list[int] | None:
+        """Tokens of a prompt that was sent as ids."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
             prompt = prompt[0]
@@ -55,10 +41,11 @@ class Completions:
         return None
 
     def text(self, choice: Body) -> str | None:
+        """Text of a choice or of its piece; None where it is not all that was generated."""
         return choice.get("text") or ""
 
 
-class Chat:
+class Chat(Completions):
     path = "/v1/chat/completions"
 
     def prompt(self, body: Body, tokenizer: AnswerTokenizer) -> list[int] | None:
@@ -87,7 +74,7 @@ class Chat:
         return message.get("content") or ""
 
 
-ENDPOINTS: dict[str, Endpoint] = {one.path: one for one in (Completions(), Chat())}
+ENDPOINTS = {one.path: one for one in (Completions(), Chat())}
 
 
 @dataclass
@@ -109,7 +96,7 @@ class ObservedAnswer:
     accepted: int = 0
     num_choices: int = 0
 
-    def add(self, endpoint: Endpoint, body: Mapping[str, Any]) -> None:
+    def add(self, endpoint: Completions, body: Mapping[str, Any]) -> None:
         """Adds a whole answer or a piece of a stream. Raises `KeyError`, `TypeError` or
         `ValueError` on another form."""
         self.id = self.id or str(body.get("id") or "")
@@ -142,7 +129,7 @@ class ObservedAnswer:
         )
 
 
-def read_answer(endpoint: Endpoint, data: bytes, *, is_stream: bool) -> ObservedAnswer:
+def read_answer(endpoint: Completions, data: bytes, *, is_stream: bool) -> ObservedAnswer:
     """Raises `ValueError` where it is no whole answer."""
     answer = ObservedAnswer()
     try:

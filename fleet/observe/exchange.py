@@ -22,7 +22,7 @@ from draftsmith.chat_answers import ChatAnswers
 from draftsmith.client import bearer
 from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.engine import FALSE, EngineRequestOptions, request_options
-from draftsmith.fleet.observe.endpoints import ENDPOINTS, Endpoint, ObservedAnswer, read_answer
+from draftsmith.fleet.observe.endpoints import ENDPOINTS, Completions, ObservedAnswer, read_answer
 from draftsmith.fleet.observe.rounds import (
     ObservedSampling,
     Unknown,
@@ -83,7 +83,7 @@ class Observer:
 class Exchange:
     """One request whose answer is read as it passes."""
 
-    def __init__(self, endpoint: Endpoint, observer: Observer):
+    def __init__(self, endpoint: Completions, observer: Observer):
         self.endpoint, self.observer = endpoint, observer
         self.share = 0.0
         self.request_class = ""

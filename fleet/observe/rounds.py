@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.fleet.config import DefaultSampling
-from draftsmith.fleet.observe.endpoints import Body, Endpoint, ObservedAnswer
+from draftsmith.fleet.observe.endpoints import Body, Completions, ObservedAnswer
 from draftsmith.record import UNLOGGED, Distribution, RecordHead, RoundRecord, RoundRow
 
 # Fields that leave the distribution of the answer's tokens as temperature and filters make it.
@@ -144,7 +144,7 @@ class Unknown(Exception):
 
 
 def tokens_of(
-    endpoint: Endpoint, request: Body, answer: ObservedAnswer, form: ChatAnswers | None
+    endpoint: Completions, request: Body, answer: ObservedAnswer, form: ChatAnswers | None
 ) -> TokenCounter:
     """Raises `Unknown` where neither the server nor the tokenizer gives the tokens."""
     prompt = answer.prompt_ids or _prompt(endpoint, request, answer, form)
@@ -155,7 +155,7 @@ def tokens_of(
 
 
 def _prompt(
-    endpoint: Endpoint, request: Body, answer: ObservedAnswer, form: ChatAnswers | None
+    endpoint: Completions, request: Body, answer: ObservedAnswer, form: ChatAnswers | None
 ) -> list[int]:
     prompt = endpoint.given_prompt(request)
     if prompt is None:
@@ -169,7 +169,7 @@ def _prompt(
     return prompt
 
 
-def _encoded(endpoint: Endpoint, request: Body, form: ChatAnswers | None) -> list[int]:
+def _encoded(endpoint: Completions, request: Body, form: ChatAnswers | None) -> list[int]:
     if form is None:
         raise Unknown("no token ids")
     if any(request.get(name) for name in OTHER_PROMPT):
