@@ -17,7 +17,7 @@ from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.status import serve_metrics
 from draftsmith.errors import UserError
 from draftsmith.fleet.config import ObserveConfig
-from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters, ProxyRecorder
+from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters
 from draftsmith.fleet.observe.proxy import Proxy
 from draftsmith.lock import sigterm_ends
 from draftsmith.progress import say_loading, set_up_logging
@@ -36,7 +36,7 @@ def run(config: ObserveConfig) -> int:
     with ExitStack() as closing, bind(config.listen) as listener:
         if config.target:
             say_loading()  # for its tokenizer
-        recorder = ProxyRecorder(
+        observer = Observer(
             config,
             counters,
             BufferWriter(config.buffer, share=config.share),
@@ -44,11 +44,10 @@ def run(config: ObserveConfig) -> int:
             answers_of(config),
         )
         closing.callback(lambda: logger.info("%s", counters.line()))
-        closing.callback(recorder.close)
+        closing.callback(observer.close)
         if config.status_port is not None:
             shown = serve_metrics(counters, config.status_host, config.status_port)
             closing.callback(shown.close)
-        observer = Observer(config, counters, lambda: recorder.sink.share, recorder.put)
         host, port = listener.getsockname()[:2]
         logger.info("http://%s:%d stands in front of %s", host, port, url)
         proxy = server(Proxy(url, observer))

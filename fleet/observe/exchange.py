@@ -1,5 +1,5 @@
-"""One request and its answer, copied on their way, the choice of those that are recorded, and the
-counts of what was observed."""
+"""One request and its answer, copied on their way, the choice and the records of those that are
+recorded, and the counts of what was observed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,12 @@ from draftsmith.fleet.observe.rounds import (
 )
 from draftsmith.record import RecordHead, RecordSink, hashed
 
+logger = logging.getLogger("draftsmith.observe")
+# Answers that wait; beyond it the newest are dropped.
+MOST_WAITING = 256
+CLOSE_S = 10.0
+AGAIN_S = 60.0  # until a list of models is read again
+TIMEOUT_S = 10.0
 LEARN_HEADER = b"x-draftsmith-learn"  # as `draftsmith serve` has it
 # Longer answers are passed on alone.
 MOST_BYTES = 32 << 20
@@ -40,18 +46,23 @@ PREFIX = "draftsmith_observed_"
 
 
 class Observer:
-    """Chooses the exchanges to record and hands those that are whole to `finished`, which never
-    waits."""
+    """Chooses the exchanges to record, and puts the records of those that are whole into `sink`, on
+    a thread of its own. `form` is of the target's tokenizer."""
 
     def __init__(
         self,
         config: ObserveConfig,
         counters: ProxyCounters,
-        share: Callable[[], float],
-        finished: Callable[[Exchange], None],
+        sink: RecordSink,
+        models: Models,
+        form: ChatAnswers | None,
     ):
-        self.config, self.counters, self.share, self.finished = config, counters, share, finished
+        self.config, self.counters, self.sink = config, counters, sink
+        self.models, self.form = models, form
         self._random = random.Random()
+        self._queue: queue.Queue[Exchange | None] = queue.Queue(MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="observe-recorder", daemon=True)
+        self._thread.start()
 
     def exchange(
         self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]
@@ -73,137 +84,14 @@ class Observer:
             self.counters.leave_out("by the client")
             return None
         given = self.config.share if options.share is None else options.share
-        share = min(self.share(), given)
+        share = min(self.sink.share, given)
         if self._random.random() >= share:
             self.counters.leave_out("by share")
             return None
         return share
 
-
-class Exchange:
-    """One request whose answer is read as it passes."""
-
-    def __init__(self, endpoint: Completions, observer: Observer):
-        self.endpoint, self.observer = endpoint, observer
-        self.share = 0.0
-        self.request_class = ""
-        self.request: dict[str, Any] = {}
-        self.answer = bytearray()
-        self.is_stream = False
-        self.status = 0
-        self.coding = "identity"
-        self._is_wanted = False
-        self._is_over = False
-
-    def begin(self, body: bytes) -> None:
-        """Reads a request."""
-        try:
-            self._begin(json.loads(body))
-        except Exception:
-            # Whatever a client sends is the server's to refuse.
-            self._is_wanted = False
-
-    def _begin(self, request: Any) -> None:
-        if not isinstance(request, dict):
-            return
-        self.request = request
-        extra = request.get("vllm_xargs")
-        options = request_options(extra if isinstance(extra, dict) else None)
-        share = self.observer.chosen_share(options)
-        if share is None:
-            return
-        self.share, self._is_wanted = share, True
-        self.request_class = options.request_class or str(request.get("request_class") or "")
-
-    def answer_begins(self, status: int, headers: httpx.Headers) -> None:
-        self.status = status
-        self.is_stream = "text/event-stream" in headers.get("content-type", "")
-        self.coding = headers.get("content-encoding", "identity")
-
-    def seen(self, piece: bytes) -> None:
-        """A piece of the answer as the server sent it."""
-        if self._is_wanted and len(self.answer) <= MOST_BYTES:
-            self.answer += piece
-
-    def end(self) -> None:
-        """The answer is whole."""
-        self._is_over = True
-        counters = self.observer.counters
-        if not self._is_wanted:
-            return
-        if self.status != 200:
-            counters.leave_out("without an answer")
-        elif self.coding != "identity":
-            counters.leave_out("compressed")
-        elif len(self.answer) > MOST_BYTES:
-            counters.leave_out("too long")
-        else:
-            self.observer.finished(self)
-
-    def close(self) -> None:
-        if self._is_wanted and not self._is_over:
-            self.observer.counters.leave_out("broken off")
-
-
-@dataclass(eq=False)  # a registry keeps its collectors by their hash
-class ProxyCounters(Collector):
-    requests: int = 0  # of the generating endpoints
-    answers: int = 0  # recorded
-    tokens: int = 0  # of recorded answers
-    drafted: int = 0  # tokens, as the server counts them
-    accepted: int = 0
-    with_steps: int = 0  # answers whose rounds are known
-    dropped: int = 0  # answers that recording was too slow for
-    left_out: Counter[str] = field(default_factory=Counter)  # answers, by reason
-
-    def leave_out(self, reason: str) -> None:
-        self.left_out[reason] += 1
-
-    def line(self) -> str:
-        drafted = f", acceptance {self.accepted / self.drafted:.3f}" if self.drafted else ""
-        return (
-            f"{self.requests} requests, {self.answers} recorded ({self.with_steps} with their "
-            f"rounds), {self.left_out.total()} left out, {self.dropped} dropped{drafted}"
-        )
-
-    def collect(self) -> Iterator[Metric]:
-        for name, value in vars(self).items():
-            if isinstance(value, int):
-                yield CounterMetricFamily(PREFIX + name, name.replace("_", " "), value=value)
-        family = CounterMetricFamily(
-            PREFIX + "left_out", "answers that are not recorded", labels=["reason"]
-        )
-        for reason, count in dict(self.left_out).items():
-            family.add_metric([reason], count)
-        yield family
-
-
-logger = logging.getLogger("draftsmith.observe")
-# Answers that wait; beyond it the newest are dropped.
-MOST_WAITING = 256
-CLOSE_S = 10.0
-AGAIN_S = 60.0  # until a list of models is read again
-TIMEOUT_S = 10.0
-
-
-class ProxyRecorder:
-    """Reads exchanges and puts their records into `sink`."""
-
-    def __init__(
-        self,
-        config: ObserveConfig,
-        counters: ProxyCounters,
-        sink: RecordSink,
-        models: Models,
-        form: ChatAnswers | None = None,
-    ):
-        self.config, self.counters, self.sink = config, counters, sink
-        self.models, self.form = models, form
-        self._queue: queue.Queue[Exchange | None] = queue.Queue(MOST_WAITING)
-        self._thread = threading.Thread(target=self._run, name="observe-recorder", daemon=True)
-        self._thread.start()
-
     def put(self, exchange: Exchange) -> None:
+        """A whole exchange; waits for nothing."""
         try:
             self._queue.put_nowait(exchange)
         except queue.Full:
@@ -273,6 +161,104 @@ class ProxyRecorder:
         counters.drafted += answer.drafted
         counters.accepted += answer.accepted
         counters.with_steps += has_steps
+
+
+class Exchange:
+    """One request whose answer is read as it passes."""
+
+    def __init__(self, endpoint: Completions, observer: Observer):
+        self.endpoint, self.observer = endpoint, observer
+        self.share = 0.0
+        self.request_class = ""
+        self.request: dict[str, Any] = {}
+        self.answer = bytearray()
+        self.is_stream = False
+        self.status = 0
+        self.coding = "identity"
+        self._is_wanted = False
+        self._is_over = False
+
+    def begin(self, body: bytes) -> None:
+        """Reads a request."""
+        try:
+            self._begin(json.loads(body))
+        except Exception:
+            # Whatever a client sends is the server's to refuse.
+            self._is_wanted = False
+
+    def _begin(self, request: Any) -> None:
+        if not isinstance(request, dict):
+            return
+        self.request = request
+        extra = request.get("vllm_xargs")
+        options = request_options(extra if isinstance(extra, dict) else None)
+        share = self.observer.chosen_share(options)
+        if share is None:
+            return
+        self.share, self._is_wanted = share, True
+        self.request_class = options.request_class or str(request.get("request_class") or "")
+
+    def answer_begins(self, status: int, headers: httpx.Headers) -> None:
+        self.status = status
+        self.is_stream = "text/event-stream" in headers.get("content-type", "")
+        self.coding = headers.get("content-encoding", "identity")
+
+    def seen(self, piece: bytes) -> None:
+        """A piece of the answer as the server sent it."""
+        if self._is_wanted and len(self.answer) <= MOST_BYTES:
+            self.answer += piece
+
+    def end(self) -> None:
+        """The answer is whole."""
+        self._is_over = True
+        counters = self.observer.counters
+        if not self._is_wanted:
+            return
+        if self.status != 200:
+            counters.leave_out("without an answer")
+        elif self.coding != "identity":
+            counters.leave_out("compressed")
+        elif len(self.answer) > MOST_BYTES:
+            counters.leave_out("too long")
+        else:
+            self.observer.put(self)
+
+    def close(self) -> None:
+        if self._is_wanted and not self._is_over:
+            self.observer.counters.leave_out("broken off")
+
+
+@dataclass(eq=False)  # a registry keeps its collectors by their hash
+class ProxyCounters(Collector):
+    requests: int = 0  # of the generating endpoints
+    answers: int = 0  # recorded
+    tokens: int = 0  # of recorded answers
+    drafted: int = 0  # tokens, as the server counts them
+    accepted: int = 0
+    with_steps: int = 0  # answers whose rounds are known
+    dropped: int = 0  # answers that recording was too slow for
+    left_out: Counter[str] = field(default_factory=Counter)  # answers, by reason
+
+    def leave_out(self, reason: str) -> None:
+        self.left_out[reason] += 1
+
+    def line(self) -> str:
+        drafted = f", acceptance {self.accepted / self.drafted:.3f}" if self.drafted else ""
+        return (
+            f"{self.requests} requests, {self.answers} recorded ({self.with_steps} with their "
+            f"rounds), {self.left_out.total()} left out, {self.dropped} dropped{drafted}"
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in vars(self).items():
+            if isinstance(value, int):
+                yield CounterMetricFamily(PREFIX + name, name.replace("_", " "), value=value)
+        family = CounterMetricFamily(
+            PREFIX + "left_out", "answers that are not recorded", labels=["reason"]
+        )
+        for reason, count in dict(self.left_out).items():
+            family.add_metric([reason], count)
+        yield family
 
 
 class Models:

@@ -20,7 +20,7 @@ from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.drafters import checkpoint, versions
 from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.observe import command
-from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters, ProxyRecorder
+from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters
 from draftsmith.fleet.observe.proxy import Proxy
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
@@ -33,10 +33,9 @@ class Proxied:
         self.counters = ProxyCounters()
         writer = BufferWriter(str(buffer), flush_s=60.0, flush_records=10**6)
         form = command.answers_of(config)
-        self.recorder = ProxyRecorder(config, self.counters, writer, Models(url, None), form)
-        observer = Observer(config, self.counters, lambda: writer.share, self.recorder.put)
+        self.observer = Observer(config, self.counters, writer, Models(url, None), form)
         listener = command.bind("127.0.0.1:0")
-        self.server = command.server(Proxy(url, observer))
+        self.server = command.server(Proxy(url, self.observer))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
         self.thread.start()
         while not self.server.started:
@@ -46,7 +45,7 @@ class Proxied:
     def close(self) -> None:
         self.server.should_exit = True
         self.thread.join()
-        self.recorder.close()
+        self.observer.close()
 
 
 @contextmanager

@@ -7,15 +7,17 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
+from starlette.requests import Request
 
 from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.observe import command
-from draftsmith.fleet.observe.exchange import Exchange, Observer, ProxyCounters
+from draftsmith.fleet.observe.exchange import Exchange, Models, Observer, ProxyCounters
 from draftsmith.fleet.observe.proxy import Proxy
 
 CONFIG = ObserveConfig(url="http://x", buffer="unused")
@@ -42,13 +44,23 @@ def served() -> Iterator[Callable[[Any], str]]:
         thread.join()
 
 
+def observer_of(
+    exchanges: list[Exchange], counters: ProxyCounters, config: ObserveConfig = CONFIG
+) -> Observer:
+    """Puts exchanges into a list in place of records into a buffer."""
+    sink: Any = SimpleNamespace(share=1.0)
+    observer = Observer(config, counters, sink, Models("http://x", None), None)
+    observer.put = exchanges.append  # type: ignore[method-assign]
+    return observer
+
+
 class Observed:
     """A proxy in front of `url`, with the exchanges that it read."""
 
     def __init__(self, url: str, served: Callable[[Any], str], config: ObserveConfig = CONFIG):
         self.exchanges: list[Exchange] = []
         self.counters = ProxyCounters()
-        observer = Observer(config, self.counters, lambda: 1.0, self.exchanges.append)
+        observer = observer_of(self.exchanges, self.counters, config)
         self.url = served(Proxy(url, observer))
         self.http = httpx.Client(base_url=self.url, timeout=20)
 
@@ -73,18 +85,7 @@ class VllmLike:
     prompt, tokens = [5, 6, 7], [11, 12, 13, 14]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await receive()
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-            await send({"type": "lifespan.shutdown.complete"})
-            return
-        data = b""
-        while True:
-            message = await receive()
-            data += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        data = await Request(scope, receive).body()
         if scope["path"] == "/v1/models":
             await answer(send, [b'{"data":[{"id":"m"}]}'], "application/json")
             return

@@ -14,12 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from draftsmith.fleet.observe import command
 from draftsmith.fleet.observe.endpoints import ENDPOINTS, read_answer
-from draftsmith.fleet.observe.exchange import Exchange, Observer, ProxyCounters
+from draftsmith.fleet.observe.exchange import Exchange, ProxyCounters
 from draftsmith.fleet.observe.proxy import Proxy
-from tests.unit.fleet.observe.conftest import CONFIG, VllmLike
+from tests.unit.fleet.observe.conftest import VllmLike, observer_of
 
 COMPLETION = {"id": "cmpl-1", "model": "m", "choices": [{"text": "b", "finish_reason": "stop"}]}
 PACKED = gzip.compress(b"hello", mtime=0)
@@ -34,20 +35,11 @@ class Mirror:
         self.go_on = threading.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await receive()
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-            await send({"type": "lifespan.shutdown.complete"})
-            return
         name = scope["path"].rsplit("/", 1)[-1]
         await getattr(self, name if hasattr(self, name) else "shown")(scope, receive, send)
 
     async def shown(self, scope: Any, receive: Any, send: Any) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+        body = await Request(scope, receive).body()
         # What belongs to one connection may differ.
         headers = [
             [name.decode(), value.decode()]
@@ -221,7 +213,7 @@ def test_an_answer_that_outlasts_the_end_breaks_off(
     """And is none of the proxy's own."""
     mirror.reached.clear()
     mirror.disconnected.clear()
-    observer = Observer(CONFIG, ProxyCounters(), lambda: 1.0, lambda exchange: None)
+    observer = observer_of([], ProxyCounters())
     listener = command.bind("127.0.0.1:0")
     server = command.server(Proxy(served(mirror), observer))
     server.drain_s = 0.2
