@@ -35,7 +35,6 @@ from draftsmith.train.data.batches import (
     rows_of,
 )
 from draftsmith.train.objective.outline import load_outline
-from draftsmith.train.objective.stored_teacher import DistributionSource
 from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource
 from draftsmith.train.objective.unrolled_loss import Unrollable
 
@@ -111,14 +110,11 @@ class RecordedTeacher:
         if not self.taps:
             return self._batch(rows, None)
         known = [known_taps(one.records, self.taps) for one in rows]
-        lengths = [num_readable(states) for states in known]
-        cut = [
-            one._replace(row=one.row.cut(length)) for one, length in zip(rows, lengths, strict=True)
-        ]
-        lost = sum(
-            int((one.row.weights[length:] > 0).sum())
-            for one, length in zip(rows, lengths, strict=True)
-        )
+        lost, cut = 0, []
+        for one, states in zip(rows, known, strict=True):
+            length = num_readable(states)
+            lost += int((one.row.weights[length:] > 0).sum())
+            cut.append(one._replace(row=one.row.cut(length)))
         batch = self._batch(cut, known)
         return batch._replace(masked=batch.masked + lost)
 
@@ -147,7 +143,7 @@ class RecordedTeacher:
             ]
             taps = padded(rows_of([[states[at] for at in row] for row in places]))
             taps = taps.to(self.target.device)
-        return LearningBatch(batch, RecordedSource(self.target, recorded.top, taps), masked)
+        return LearningBatch(batch, RecordedSource(recorded.top, taps), masked)
 
 
 def arranged(rows: Sequence[LearningRow]) -> list[list[int]]:
@@ -155,25 +151,21 @@ def arranged(rows: Sequence[LearningRow]) -> list[list[int]]:
     return rows_as_long_as_the_longest([len(one.row.tokens) for one in rows])
 
 
-class RecordedSource:
-    """Distributions `top` of one batch, by `token_index`, and states, from its records."""
-
-    def __init__(self, target: Target, top: TopProbs, taps: torch.Tensor | None):
-        self.top, self.taps = top, taps
-        self.distributions = DistributionSource(target, TopTable(top))
-
-    def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
-        return self.distributions.read(text, ())._replace(taps=self.taps)
-
-
-class TopTable(NamedTuple):
-    """Distributions by their number."""
+class RecordedSource(NamedTuple):
+    """Distributions of one batch, by `token_index`, and states, from its records."""
 
     top: TopProbs
+    taps: torch.Tensor | None
 
-    def read(self, token_index: torch.Tensor) -> TopProbs:
-        chosen = token_index.cpu()
-        return TopProbs(*(values[chosen].to(token_index.device) for values in self.top))
+    def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
+        token_index = text.token_index
+        assert token_index is not None
+
+        def distributions(row: torch.Tensor, position: torch.Tensor) -> TopProbs:
+            chosen = token_index[row, position].cpu()
+            return TopProbs(*(values[chosen].to(token_index.device) for values in self.top))
+
+        return TargetSignals(self.taps, distributions)
 
 
 class RecordedDistributions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -67,12 +67,6 @@ def stored_source(
     return DistributionSource(target, stored)
 
 
-class DistributionsByToken(Protocol):
-    def read(self, token_index: torch.Tensor) -> TopProbs:
-        """Distributions of trained tokens, as `StoredDistributions.read`."""
-        ...
-
-
 class TapSource:
     """Distributions by the target's own head over stored states. `taps` are those that will be
     asked for."""
@@ -121,7 +115,7 @@ class TapSource:
 
 
 class DistributionSource:
-    def __init__(self, target: Target, stored: DistributionsByToken):
+    def __init__(self, target: Target, stored: StoredDistributions):
         self.live, self.stored = LiveSource(target), stored
 
     def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
