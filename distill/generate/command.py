@@ -30,7 +30,6 @@ from draftsmith.distill.generate.steps import (
     open_reference,
     store_taps,
 )
-from draftsmith.distill.generate.writers import TargetWriter
 from draftsmith.errors import UserError
 from draftsmith.lock import folder_lock
 from draftsmith.prompts.sources import check_source
@@ -69,7 +68,7 @@ def _run(config: GenerateOptions, new_answers: NewAnswers, processes: Processes)
         layout = layout_of(config, reference.loaded())
         check_room(config.out, layout, sum(len(prompt.ids) + room for prompt in prompts))
     longest = max(len(prompt.ids) for prompt in prompts) + room
-    writer, origin = new_writer(config, reference, new_answers, longest)
+    writer = new_writer(config, reference, new_answers, longest)
     folder = processes.leader_first(
         lambda: AnswerFolder(
             config.out,
@@ -80,7 +79,7 @@ def _run(config: GenerateOptions, new_answers: NewAnswers, processes: Processes)
             provenance={
                 **describe(config, reference, prompts),
                 **asked_by,
-                **origin,
+                **writer.provenance,
                 "left_out": len(found) - len(prompts),
             },
         )
@@ -91,7 +90,7 @@ def _run(config: GenerateOptions, new_answers: NewAnswers, processes: Processes)
     if processes.leads:
         summary = folder.close()
         print(f"{summary['answers']} answers, {summary['tokens']} tokens in {config.out}")
-    if isinstance(writer, TargetWriter) and (written := writer.answers.report()):
+    if written := writer.report():
         print(written)
     if layout is not None:
         store_taps(config, reference.loaded(), layout, folder, shards)

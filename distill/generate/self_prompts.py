@@ -129,18 +129,19 @@ def write_prompts(
             "--out"
         )
     prompt = Prompt("", False, kept.turn.head, ends=kept.turn.ends)
-    writer, origin = new_writer(
+    writer = new_writer(
         asking, reference, new_answers, len(prompt.ids) + config.self_prompts_tokens
     )
     shards = math.ceil((kept.most / MIN_KEPT + PROBED) / asking.shard)
     prompts = [prompt] * (shards * asking.shard)
+    provenance = describe(asking, reference, [prompt]) | writer.provenance
     folder = processes.leader_first(
         lambda: AnswerFolder(
             asking.out,
             total=len(prompts),
             size=asking.shard,
             has_distributions=False,
-            provenance=describe(asking, reference, [prompt]) | origin,
+            provenance=provenance,
         )
     )
     begin, end = 0, min(processes.count, shards)

@@ -22,11 +22,9 @@ from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.answers import AnswerFolder, Arrivals
 from draftsmith.distill.generate.prompts import Prompt, recorded, temperatures
 from draftsmith.distill.generate.writers import (
-    Answers,
     AnswerWriter,
     GivenWriter,
     ServerWriter,
-    TargetWriter,
     WrittenAnswer,
     seed_of,
 )
@@ -63,8 +61,8 @@ class Reference(NamedTuple):
         return self.target
 
 
-# (target, tokens of the longest prompt and its answer, options) -> its answers
-NewAnswers = Callable[[Target, int, Any], Answers]
+# (target, tokens of the longest prompt and its answer, options) -> writer of its answers
+NewAnswers = Callable[[Target, int, Any], AnswerWriter]
 
 
 def open_reference(config: GenerateOptions) -> Reference:
@@ -91,23 +89,12 @@ def open_reference(config: GenerateOptions) -> Reference:
 
 def new_writer(
     config: GenerateOptions, reference: Reference, new_answers: NewAnswers, longest: int
-) -> tuple[AnswerWriter, dict[str, Any]]:
-    """Writer of the answers, and its entries in the provenance beyond those of the target's own
-    answers."""
+) -> AnswerWriter:
     if config.keep_answers:
-        # They follow no known distribution.
-        return GivenWriter(), {
-            "answered_by": "the prompts",
-            "temperature": None,
-            "top_k": None,
-            "top_p": None,
-            "max_tokens": None,
-        }
+        return GivenWriter()
     if config.url is not None:
-        writer = ServerWriter(config, ChatAnswers(reference.tokenizer, reference.eos_token_ids))
-        return writer, {"answered_by": f"server of {writer.model}"}
-    answers = new_answers(reference.loaded(), longest, config)
-    return TargetWriter(answers, config), answers.provenance
+        return ServerWriter(config, ChatAnswers(reference.tokenizer, reference.eos_token_ids))
+    return new_answers(reference.loaded(), longest, config)
 
 
 def answer_all(

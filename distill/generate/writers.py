@@ -1,10 +1,10 @@
-"""Writers of a dataset's answers: the target, an OpenAI-compatible server, or none, when the
-prompts hold their answers."""
+"""Writers of a dataset's answers: an OpenAI-compatible server, or none, when the prompts hold their
+answers. That of the target, by an engine, is given by the command line."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple, Protocol
 
@@ -25,50 +25,24 @@ Texts = Generator[tuple[int, WrittenAnswer], None, None]
 
 
 class AnswerWriter(Protocol):
+    # what answers depend on beside the prompts, the options of `generate` and the target
+    provenance: dict[str, Any]
+
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
         """Writes the answer to each prompt, with its seed."""
         ...
 
-
-class AskedServer(NamedTuple):
-    """A prompt, and what its answer is drawn with."""
-
-    ids: list[int]
-    temperature: float
-    seed: int
-    ends: tuple[int, ...] = ()  # tokens that end the answer, beside the target's own
-
-
-class Answers(Protocol):
-    """Answers of the target, by an engine."""
-
-    # what they depend on beside the prompts, the options of `generate` and the target
-    provenance: dict[str, Any]
-
-    def __call__(self, asked: Iterable[AskedServer]) -> Iterator[tuple[int, list[int]]]:
-        """Each answer with the number of its prompt, in the order in which they end."""
-        ...
-
     def report(self) -> str:
-        """Speed and acceptance in a line; "" where nothing was written."""
-        ...
+        """Speed and acceptance in a line; "" where nothing was written here."""
+        return ""
 
 
-class TargetWriter:
-    def __init__(self, answers: Answers, config: GenerateOptions):
-        self.answers, self.config = answers, config
+class GivenWriter(AnswerWriter):
+    """Writer for prompts that are whole texts with masks, which follow no known distribution."""
 
-    def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
-        asked = [
-            AskedServer(prompt.ids, temperature_of(prompt, self.config), seed, prompt.ends)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        for number, answer in self.answers(asked):
-            yield number, continued(prompts[number], answer)
-
-
-class GivenWriter:
-    """Writer for prompts that are whole texts with masks."""
+    def __init__(self) -> None:
+        unknown = dict.fromkeys(("temperature", "top_k", "top_p", "max_tokens"))
+        self.provenance = {"answered_by": "the prompts", **unknown}
 
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
         for number, prompt in enumerate(prompts):
@@ -94,7 +68,7 @@ def seed_of(seed: int, index: int) -> int:
 SEED_BITS = 31
 
 
-class ServerWriter:
+class ServerWriter(AnswerWriter):
     """Writer that keeps `batch` requests under way: the next one leaves when an answer arrives."""
 
     def __init__(self, config: GenerateOptions, form: ChatAnswers, **waiting: Any):
@@ -102,6 +76,7 @@ class ServerWriter:
         self.config, self.form = config, form
         self.server = PatientServer(config.url or "", "url", api_key=config.api_key, **waiting)
         self.model = config.model or self.server.first_model("check the URL, or give --model")
+        self.provenance = {"answered_by": f"server of {self.model}"}
 
     def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
         pool = ThreadPoolExecutor(self.config.batch)

@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.commands import generate
-from draftsmith.commands.generate import GenerateConfig
+from draftsmith.commands.generate import EngineAnswers, GenerateConfig
 from draftsmith.distill.generate.answers import AnswerFolder, Processes
-from draftsmith.distill.generate.writers import TargetWriter, Texts, seed_of
+from draftsmith.distill.generate.writers import Texts, seed_of
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.lock import folder_lock
@@ -53,13 +53,13 @@ WORDS = shlex.split(
 
 def cut_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt behind so many answers."""
-    write = TargetWriter.write
+    write = EngineAnswers.write
 
-    def some(self: TargetWriter, prompts: list, seeds: list) -> Texts:
+    def some(self: EngineAnswers, prompts: list, seeds: list) -> Texts:
         yield from itertools.islice(write(self, prompts, seeds), count)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TargetWriter, "write", some)
+    monkeypatch.setattr(EngineAnswers, "write", some)
 
 
 def rows(folder: Path) -> list[dict]:
@@ -209,13 +209,13 @@ def test_generation_goes_on_where_it_was_cut_off(
     kept = {index for one in files for index in pq.read_table(one)["index"].to_pylist()}
     assert 8 <= len(kept) < 22
     answered: list[int] = []
-    write = TargetWriter.write
+    write = EngineAnswers.write
 
-    def counted(self: TargetWriter, prompts: list, seeds: list) -> Texts:
+    def counted(self: EngineAnswers, prompts: list, seeds: list) -> Texts:
         answered.append(len(prompts))
         return write(self, prompts, seeds)
 
-    monkeypatch.setattr(TargetWriter, "write", counted)
+    monkeypatch.setattr(EngineAnswers, "write", counted)
     for _ in range(2):
         generate.run(config(path, tmp_path / "cut"))
         assert sum(answered) == 22 - len(kept), "what was on disk is neither repeated nor lost"

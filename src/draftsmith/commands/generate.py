@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from draftsmith.serve.config import DEFAULT_K, LookupOptions, ServeConfig
 from draftsmith.serve.control.control import MAX_K
 
 if TYPE_CHECKING:
-    from draftsmith.distill.generate.writers import AskedServer
+    from draftsmith.distill.generate.prompts import Prompt
+    from draftsmith.distill.generate.writers import Texts
     from draftsmith.drafters.interface import ServingDrafter
     from draftsmith.drafters.target.target import Target
     from draftsmith.serve.engine.engine import EngineCore
@@ -126,7 +127,7 @@ def drafts_of(config: GenerateConfig, revision: str | None) -> dict[str, Any] | 
 
 @dataclass
 class EngineAnswers:
-    """Answers that an engine writes (`distill/generate/writers.py: Answers`)."""
+    """`distill/generate/writers.py: AnswerWriter` of answers that an engine writes."""
 
     engine: EngineCore
     config: GenerateConfig
@@ -134,18 +135,18 @@ class EngineAnswers:
     revision: str | None = None  # of the trained draft
     wall_s: float = 0.0  # in which all answers so far were written
 
-    def __call__(self, asked: Iterable[AskedServer]) -> Iterator[tuple[int, list[int]]]:
-        """(number, answer) in the order in which answers end. An answer follows from its prompt,
-        temperature, seed and, where it is sampled, the draft and its k alone, up to rounding: every
-        draw is a function of the seed and the position, and every round of where the last one
-        ended."""
+    def write(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Texts:
+        """An answer follows from its prompt, temperature, seed and, where it is sampled, the draft
+        and its k alone, up to rounding: every draw is a function of the seed and the position, and
+        every round of where the last one ended."""
+        from draftsmith.distill.generate.writers import continued
         from draftsmith.serve.requests.request import FinishReason
 
         numbers: dict[Request, int] = {}
 
         def requests() -> Iterator[Request]:
-            for number, one in enumerate(asked):
-                request = self._request(one)
+            for number, asked in enumerate(zip(prompts, seeds, strict=True)):
+                request = self._request(*asked)
                 numbers[request] = number
                 yield request
 
@@ -159,27 +160,28 @@ class EngineAnswers:
                         f"{request.num_tokens} tokens of an answer (NaN); look for the cause with "
                         "draftsmith doctor"
                     )
-                yield number, request.output
+                yield number, continued(prompts[number], request.output)
         finally:
             self.wall_s += time.monotonic() - begun_s
 
-    def _request(self, one: AskedServer) -> Request:
-        from draftsmith.distill.generate.writers import seed_of
+    def _request(self, prompt: Prompt, seed: int) -> Request:
+        from draftsmith.distill.generate.writers import seed_of, temperature_of
         from draftsmith.serve.requests.request import RequestOptions
         from draftsmith.serve.sampling.params import SamplingParams
 
         # A draft may have been trained on answers to the same prompts and seeds. Were their draws
         # made again, what it drafts would depend on them, and the answers would be biased.
-        seed = one.seed if self.revision is None else seed_of(one.seed, int(self.revision, 16))
+        if self.revision is not None:
+            seed = seed_of(seed, int(self.revision, 16))
         params = SamplingParams(
-            temperature=one.temperature,
+            temperature=temperature_of(prompt, self.config),
             top_k=self.config.top_k,
             top_p=self.config.top_p,
             max_tokens=self.config.max_tokens,
             seed=seed,
-            stop_token_ids=one.ends,
+            stop_token_ids=prompt.ends,
         )
-        return self.engine.inputs.request(one.ids, params, options=RequestOptions(text=False))
+        return self.engine.inputs.request(prompt.ids, params, options=RequestOptions(text=False))
 
     def report(self) -> str:
         stats = self.engine.stats

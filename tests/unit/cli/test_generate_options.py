@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith import config as configuration
 from draftsmith.commands.generate import GenerateConfig, answers_of, check, drafts_of
-from draftsmith.distill.generate.writers import AskedServer
+from draftsmith.distill.generate.prompts import Prompt
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import MedusaOptions
 from draftsmith.drafters.registry import FAMILIES
@@ -69,7 +69,7 @@ def test_a_draft_meets_no_draws_that_it_may_have_learned(
 
     def seed_with(**values: object) -> int:
         answers = answers_of(target, 40, options(**values))
-        return answers._request(AskedServer([60, 61], 1.0, 5)).seed
+        return answers._request(Prompt("", False, [60, 61]), 5).seed
 
     drafts = [{"draft": str(tmp_path / "0")}, {"draft": str(tmp_path / "1")}]
     first, second = (seed_with(**draft) for draft in drafts)
