@@ -4,7 +4,7 @@ published, regressions undone."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class Publisher:
     def reload(self) -> None:
         """Loads the version that `current` names now."""
         self.version, self.live = self._open_live()
-        self.parent_version, self.parent = self._open_parent()
+        self.parent_version, self.parent = self.open_first(self._ancestors())
 
     def load(self, folder: str | Path) -> TrainedDrafter:
         """Loads a draft in float32, as candidates are trained: rounding must not decide a
@@ -79,31 +79,14 @@ class Publisher:
                 evaluation=made.get("evaluation"),
             )
 
-        self._publish(
-            drafter,
-            save,
-            parent=None,
-            data_range={},
-            gate={"reason": "the starting draft", "draft": str(draft)},
-        )
-
-    def _publish(
-        self,
-        drafter: TrainedDrafter,
-        save: Callable[[Path], None],
-        *,
-        parent: int | None,
-        data_range: Mapping[str, Any],
-        gate: Mapping[str, Any],
-    ) -> int:
-        return versions.publish(
+        versions.publish(
             self.root,
             save,
             family=drafter.family,
             target=checkpoint.identity(self.target),
-            parent=parent,
-            data_range=data_range,
-            gate=gate,
+            parent=None,
+            data_range={},
+            gate={"reason": "the starting draft", "draft": str(draft)},
         )
 
     def _open_live(self) -> tuple[int, TrainedDrafter]:
@@ -118,9 +101,6 @@ class Publisher:
             versions.rollback(self.root, opened.version, str(opened.damage))
             logger.warning("%s; rolled back to version %d", opened.damage, opened.version)
         return opened.version, opened.draft
-
-    def _open_parent(self) -> tuple[int | None, TrainedDrafter | None]:
-        return self.open_first(self._ancestors())
 
     def open_floor(self) -> tuple[int | None, TrainedDrafter | None]:
         """Opens the floor; (None, None) where the parent is the floor, or the live version
@@ -183,11 +163,17 @@ class Publisher:
             checkpoint.save(candidate, folder, self.target, training=dict(training))
             loaded.append(self.load(folder))
 
-        self.version = self._publish(
-            candidate, save, parent=self.version, data_range=data_range, gate=gate
+        self.version = versions.publish(
+            self.root,
+            save,
+            family=candidate.family,
+            target=checkpoint.identity(self.target),
+            parent=self.version,
+            data_range=data_range,
+            gate=gate,
         )
         self.live = loaded[0]
-        self.parent_version, self.parent = self._open_parent()
+        self.parent_version, self.parent = self.open_first(self._ancestors())
         return self.version
 
     def roll_back(self, version: int) -> bool:
@@ -197,7 +183,7 @@ class Publisher:
             versions.promote(self.root, version)
         except UserError as error:
             logger.warning("%s", error)
-            self.parent_version, self.parent = self._open_parent()
+            self.parent_version, self.parent = self.open_first(self._ancestors())
             return False
         self.reload()
         return True

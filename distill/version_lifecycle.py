@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.distill.gate.drift import Alarm, Drift
-from draftsmith.distill.gate.gate import Decision, notice
+from draftsmith.distill.gate.gate import Decision
 from draftsmith.distill.gate.regression import LiveWatch, Watched
 from draftsmith.distill.gate.scoring import Scorer
 from draftsmith.distill.gate.sequential import Ledger
@@ -233,10 +233,15 @@ class LiveVersion:
 
     def withhold(self) -> None:
         """Logs a version in quarantine once."""
-        if self.made_for and not self.is_withheld:
-            own, root = self.context.target.revision, self.publisher.root
-            notice(root, self.version, self.made_for, own, self.context.report)
-            self.is_withheld = True
+        if not self.made_for or self.is_withheld:
+            return
+        own, self.is_withheld = self.context.target.revision, True
+        entry = {"decision": "quarantine", "version": self.version, "target_revision": own}
+        logged = versions.read_decisions(self.publisher.root)
+        if not any(entry.items() <= one.items() for one in logged):
+            reason = f"made for target revision {self.made_for}, this is {own}"
+            self.log.add({**entry, "reason": reason})
+            self.context.report(f"version {self.version} is in quarantine: {reason}")
 
     def look_for_drift(self, text: ServedText) -> None:
         alarm = self.drift.observe(text, str(self.version))

@@ -249,14 +249,10 @@ def of_earlier_weights(record: RoundRecord, *, weight_version: str) -> RoundReco
     """Copy of a record of weights that the target had before: its tokens stay, its distributions do
     not. Its revision is never that of the weights at hand, whose name is `weight_version`."""
     kept = tokens_only(record)
-    if not _is_of_other_version(record, weight_version):
+    if not weight_version or record.weight_version in ("", weight_version):
         return kept
     name = f"{record.target_revision}@{record.weight_version}"
     return dataclasses.replace(kept, target_revision=name, weight_version="")
-
-
-def _is_of_other_version(record: RoundRecord, weight_version: str) -> bool:
-    return bool(weight_version and record.weight_version not in ("", weight_version))
 
 
 def is_of_weights(record: RoundRecord, *, revision: str, weight_version: str) -> bool:

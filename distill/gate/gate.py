@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from draftsmith.distill.buffer.traffic import ServedText, samplers_of
 from draftsmith.distill.config import GateConfig
 from draftsmith.distill.gate.scoring import Scored, Scorer, score_together
 from draftsmith.distill.gate.sequential import Evidence
-from draftsmith.drafters import versions
 
 
 class Comparison(NamedTuple):
@@ -186,17 +184,6 @@ def weigh(comparison: Comparison, evidence: float, config: GateConfig) -> Decisi
     if evidence * config.error < 1:
         return dataclasses.replace(decision, reason="a gain without enough evidence")
     return dataclasses.replace(decision, decision="accept", reason="a gain with evidence")
-
-
-def notice(
-    root: str | Path, version: int, made_for: str, own: str, report: Callable[[str], None]
-) -> None:
-    """Logs and reports a version in quarantine once: its target's revision is not `own`."""
-    entry = {"decision": "quarantine", "version": version, "target_revision": own}
-    if not any(entry.items() <= one.items() for one in versions.read_decisions(root)):
-        reason = f"made for target revision {made_for}, this is {own}"
-        versions.record_decision(root, {**entry, "reason": reason})
-        report(f"version {version} is in quarantine: {reason}")
 
 
 def regate(

@@ -51,7 +51,6 @@ def no_rest(worked_s: float) -> None:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    steps: int
     broken: int  # steps skipped because their gradient was not finite
     # token mean of the divergence over the depths, before the last step; None without one
     loss: float | None
@@ -192,7 +191,7 @@ class Learner:
         for text in fresh:
             self.reservoir.add(text, rng)
         self.updates, self.at_step = self.updates + 1, 0
-        return UpdateReport(self.config.steps, broken, loss, alpha, tokens, masked)
+        return UpdateReport(broken, loss, alpha, tokens, masked)
 
     def _texts(self, queue: list[ServedText], step: int, rng: random.Random) -> list[ServedText]:
         older = self.reservoir.sample(round(self.config.replay * self.config.batch), rng)
