@@ -7,7 +7,6 @@ import functools
 import inspect
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -69,7 +68,6 @@ class FollowPolicy(TrainerCallback):
             else None
         )
         self.saved: int | None = None  # step of the newest revision
-        self.save_s = 0.0  # spent on revisions
 
     def records(self, reward: Reward) -> Reward:
         """The reward function, whose completions are recorded.
@@ -114,7 +112,6 @@ class FollowPolicy(TrainerCallback):
 
     def _write(self, state: Any, kwargs: dict[str, Any]) -> None:
         """A disk that refuses costs a revision and not the training."""
-        begun_s = time.monotonic()
         if not state.is_world_process_zero:
             if self.save is not None:
                 # The gathering of shards needs every process; only the first one writes.
@@ -126,7 +123,6 @@ class FollowPolicy(TrainerCallback):
             logger.warning("draftsmith: no revision of step %d (%s)", state.global_step, error)
             return
         self.saved = state.global_step
-        self.save_s += time.monotonic() - begun_s
 
     def _save(self, folder: Path, kwargs: dict[str, Any]) -> None:
         if self.save is not None:
@@ -189,6 +185,7 @@ class PolicyRevisions:
 
 
 TIMEOUT_S = 60.0
+MOST_ROLLOUTS = 32
 
 
 def name_weights(url: str, name: str) -> bool:
@@ -231,17 +228,15 @@ def sampling_of(args: Any) -> ObservedSampling:
 
 
 class Rollouts:
-    """Records of the completions that a reward function is given, `most` of each batch.
+    """Records of the completions that a reward function is given, `MOST_ROLLOUTS` of each batch.
 
     `step` names the policy's weights in them. `template` is what prompts are templated with beside
     the `chat_template_kwargs` of the trainer's arguments. What cannot be recorded is left out, and
     training goes on.
     """
 
-    def __init__(
-        self, sink: RecordSink, *, most: int = 32, template: Mapping[str, Any] | None = None
-    ):
-        self.sink, self.most, self.template = sink, most, dict(template or {})
+    def __init__(self, sink: RecordSink, *, template: Mapping[str, Any] | None = None):
+        self.sink, self.template = sink, dict(template or {})
         self.step = 0
         self.recorded = 0
         self.tokenizer: Any = None
@@ -313,7 +308,7 @@ class Rollouts:
             for index, tokens in enumerate(completion_ids)
             if len(tokens) and not has_tools(completions[index])
         ]
-        for index in own[:: -(-len(own) // self.most) or 1]:
+        for index in own[:: -(-len(own) // MOST_ROLLOUTS) or 1]:
             tokens = TokenCounter(
                 self._ids(prompts[index]), [int(one) for one in completion_ids[index]]
             )

@@ -381,16 +381,6 @@ def is_recordable(new: Any) -> bool:
     )
 
 
-def share_of(params: Any, most: float, room: float) -> float:
-    """Chance with which a request is recorded: its own, else the engine's `most`, as much lower as
-    the writer has lowered that (`room`)."""
-    options = request_options(getattr(params, "extra_args", None))
-    if not options.record:
-        return 0.0
-    lowered = min(1.0, room / most) if most > 0 else 0.0
-    return (most if options.share is None else options.share) * lowered
-
-
 def meta_of(new: Any, share: float, kind: str, max_length: int) -> RequestMeta:
     """Properties of a new request, as the scheduler sends it to its workers."""
     params = new.sampling_params
@@ -419,6 +409,10 @@ class Chooser:
         self.most, self._draws = most, random.Random(seed)
 
     def share(self, params: Any, room: float) -> float:
-        """Share with which a request is recorded, where it is; else 0."""
-        share = share_of(params, self.most, room)
-        return share if self._draws.random() < share else 0.0
+        """Chance with which a request is recorded, where it is; else 0. It is the request's own,
+        else the engine's `most`, as much lower as the writer has lowered that (`room`)."""
+        options = request_options(getattr(params, "extra_args", None))
+        lowered = min(1.0, room / self.most) if self.most > 0 else 0.0
+        share = (self.most if options.share is None else options.share) * lowered
+        is_chosen = self._draws.random() < share
+        return share if is_chosen and options.record else 0.0

@@ -225,15 +225,8 @@ class Gauges:
             once(f"no gauges of the draft: {error}")
 
     def set(self, status: EngineStatus) -> None:
-        values = {
-            "version": status.version,
-            "alpha": status.alpha,
-            "tau": status.tau,
-            "z": status.z,
-            "alarm": float(status.alarm),
-            "swap_pause_ms": status.last_swap.get("pause_ms"),
-            "refused_versions": len(status.refused),
-        }
+        pause_ms, refused = status.last_swap.get("pause_ms"), len(status.refused)
+        values = vars(status) | {"swap_pause_ms": pause_ms, "refused_versions": refused}
         for name, gauge in self.gauges.items():
             value = values[name]
             if value is not None:

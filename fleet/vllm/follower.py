@@ -16,7 +16,7 @@ from typing import Any
 from draftsmith.fleet.engine import logger, once
 from draftsmith.fleet.store.layout import EngineStatus, StoreError, StoreUnreachable
 from draftsmith.fleet.store.store import VersionStore
-from draftsmith.fleet.vllm.swap_client import Answers, SwapClient, SwapOutcome
+from draftsmith.fleet.vllm.swap_client import Answers, SwapClient
 
 LAYOUT = "vllm"
 # Between two comparisons of all weights with those that should be loaded.
@@ -53,8 +53,7 @@ class StoreFollower:
         self.version: int | None = None
         self.history: list[int] = []  # versions that were served here, the latest last
         self.since_s = self.looked_s = time.time()
-        self.outcome: SwapOutcome | None = None
-        self.swapped: int | None = None  # what the last swap was to
+        self.last_swap: dict[str, Any] = {}
         self.tokens_per_s: float | None = None
         self.problem = ""
 
@@ -95,7 +94,7 @@ class StoreFollower:
             self._refuse(version, str(error))
             return
         outcome = await self.client.swap(folder, str(version))
-        self.outcome, self.swapped = outcome, version
+        self.last_swap = {"version": version, "pause_ms": outcome.pause_ms, "ok": outcome.ok}
         if not outcome.ok:
             self.tries[version] = self.tries.get(version, 0) + 1
             if outcome.is_lasting or self.tries[version] == TRIES:
@@ -151,7 +150,6 @@ class StoreFollower:
 
     def status(self) -> EngineStatus:
         figures = self.figures().get(str(self.version), {})
-        last = self.outcome
         return EngineStatus(
             engine=self.engine,
             version=self.version,
@@ -162,9 +160,7 @@ class StoreFollower:
             z=figures.get("z"),
             alarm=bool(figures.get("alarm")),
             refused=dict(self.refused),
-            last_swap={}
-            if last is None
-            else {"version": self.swapped, "pause_ms": last.pause_ms, "ok": last.ok},
+            last_swap=self.last_swap,
             at_s=time.time(),
         )
 

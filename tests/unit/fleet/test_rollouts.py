@@ -22,6 +22,7 @@ from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.fleet import rl
 from draftsmith.fleet.rl import Rollouts
 from tests.conftest import Records
 
@@ -106,8 +107,10 @@ def test_prompts_have_the_tools_and_variables_of_the_trainer(tiny_target: Any) -
     assert text.tokens == [*made.tokenizer("add False")["input_ids"], 5]
 
 
-def test_of_a_large_batch_some_are_recorded(rollouts: Rollouts) -> None:
-    rollouts.most = 3
+def test_of_a_large_batch_some_are_recorded(
+    rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rl, "MOST_ROLLOUTS", 3)
     rollouts.put(**batch(["a"] * 8, [[at] for at in range(8)]))
     assert [text.tokens[-1] for text in rollouts.sink.taken()] == [0, 3, 6]
 
