@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 
 from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.buffer.record_table import from_table, to_table
-from draftsmith.distill.buffer.traffic import ServedText, known_taps, stitch
+from draftsmith.distill.buffer.traffic import OpenRequests, ServedText, known_taps
 from draftsmith.distill.command import run
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.gate.scoring import score_drafters
@@ -74,10 +73,7 @@ def engine_of(
 
 def texts_of(records: Sequence[RoundRecord]) -> list[ServedText]:
     """As a reader of the buffer has them."""
-    found: dict[str, list[RoundRecord]] = defaultdict(list)
-    for record in from_table(to_table(records)):
-        found[record.request].append(record)
-    return [text for mine in found.values() if (text := stitch(mine)) is not None]
+    return OpenRequests(from_table(to_table(records))).take(idle_s=0.0)
 
 
 def check_whole(text: ServedText, target: Target, taps: tuple[int, ...], most: int = MOST) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from draftsmith.distill.buffer.record_table import from_table, to_table
-from draftsmith.distill.buffer.traffic import Role, stitch
+from draftsmith.distill.buffer.traffic import OpenRequests, Role
 from draftsmith.distill.gate.logged import positions_of
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
@@ -42,13 +41,6 @@ def serve(engine: EngineCore, params: list[SamplingParams], **options: object) -
     return requests
 
 
-def by_request(records: list[RoundRecord]) -> dict[str, list[RoundRecord]]:
-    found: dict[str, list[RoundRecord]] = defaultdict(list)
-    for record in records:
-        found[record.request].append(record)
-    return found
-
-
 def params(temperature: float, **options: object) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=20, ignore_eos=True, **options)
 
@@ -60,7 +52,7 @@ def test_contexts_and_commits_join_to_the_text_of_every_request(
     engine = build_engine(target, eagle3(target), config, sink=records, draft_version="7")
     requests = serve(engine, [params(0.0), params(1.0), params(0.8, k=0)], request_class="code")
     texts = []
-    for rounds in by_request(records).values():
+    for rounds in OpenRequests(records).records.values():
         assert [record.round for record in rounds] == list(range(len(rounds)))
         text: list[int] = []
         for record in rounds:
@@ -194,11 +186,10 @@ def test_rounds_under_penalties_are_text_without_distributions_so_that_nobody_sc
     )
     asked = [params(1.0, frequency_penalty=1.0), params(1.0), params(0.0, bad_words=((7,),))]
     requests = serve(engine, asked)
-    texts = [stitch(rounds) for rounds in by_request(from_table(to_table(records))).values()]
+    texts = OpenRequests(from_table(to_table(records))).take(idle_s=0.0)
     found = {
         tuple(text.tokens): len(positions_of(text, 0, max_depth=3, max_length=256))
         for text in texts
-        if text is not None
     }
     scored = [found[tuple(request.tokens)] for request in requests]
     assert scored[0] == scored[2] == 0 < scored[1]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.distill.buffer.traffic import ServedText, stitch
+from draftsmith.distill.buffer.traffic import OpenRequests, ServedText
 from draftsmith.distill.config import LearnConfig, LearnUnroll
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
@@ -172,8 +172,4 @@ def new_learner(target: Target) -> Callable[..., Learner]:
 
 def stitched(records: list[RoundRecord]) -> list[ServedText]:
     """The texts of records, in the order of their first ones."""
-    grouped: dict[str, list[RoundRecord]] = {}
-    for record in records:
-        grouped.setdefault(record.request, []).append(record)
-    found = [stitch(mine) for mine in grouped.values()]
-    return [one for one in found if one is not None]
+    return OpenRequests(records).take(idle_s=0.0)
