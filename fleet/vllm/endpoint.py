@@ -13,6 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from fastapi import APIRouter, HTTPException
+from starlette.requests import Request
+
 from draftsmith.errors import UserError
 from draftsmith.fleet.engine import engine_name, once
 from draftsmith.fleet.store.layout import EngineStatus
@@ -140,12 +143,9 @@ class Endpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        from fastapi import APIRouter, HTTPException
-        from starlette.requests import Request
-
         router = APIRouter(prefix="/draftsmith")
 
-        def beside(request: Any, *, admin: bool = False) -> Beside:
+        def beside(request: Request, *, admin: bool = False) -> Beside:
             found: Beside | None = getattr(request.app.state, "draftsmith", None)
             if found is None or (admin and not found.settings.admin):
                 raise HTTPException(404, "draftsmith has no such route with these settings")
@@ -153,9 +153,11 @@ class Endpoints:
                 raise HTTPException(403, "this route answers to its own machine only")
             return found
 
+        @router.get("/status")
         async def status(request: Request) -> dict[str, Any]:
             return await beside(request).status()
 
+        @router.post("/swap")
         async def swap(request: Request) -> dict[str, Any]:
             here, body = beside(request, admin=True), await body_of(request)
             folder, version = body.get("folder"), body.get("version")
@@ -166,18 +168,12 @@ class Endpoints:
                 raise HTTPException(409, found["reason"])
             return found
 
+        @router.post("/reset-prefix")
         async def reset_prefix(request: Request) -> dict[str, Any]:
             here = beside(request, admin=True)
             done = await here.engine_client.reset_prefix_cache()
             return {"reset": done is not False}
 
-        # Annotations of nested functions are texts here, which FastAPI could not resolve.
-        for function in (status, swap, reset_prefix):
-            function.__annotations__["request"] = Request
-            function.__annotations__["return"] = dict[str, Any]
-        router.get("/status")(status)
-        router.post("/swap")(swap)
-        router.post("/reset-prefix")(reset_prefix)
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -189,7 +185,7 @@ class Endpoints:
         await state.draftsmith.start()
 
 
-async def body_of(request: Any) -> dict[str, Any]:
+async def body_of(request: Request) -> dict[str, Any]:
     try:
         body = await request.json()
     except ValueError:
@@ -197,7 +193,7 @@ async def body_of(request: Any) -> dict[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def is_local(request: Any) -> bool:
+def is_local(request: Request) -> bool:
     """True for a client on this machine itself, with no proxy and no browser between."""
     host = request.client.host if request.client is not None else ""
     return host in LOCAL and not any(name in request.headers for name in FOREIGN_HEADERS)
