@@ -12,8 +12,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 import torch
 from fastapi import FastAPI
 
-from draftsmith.errors import UserError
-from draftsmith.lock import sigterm_ends
+from draftsmith.lock import bind, sigterm_ends
 from draftsmith.progress import set_up_logging
 from draftsmith.record import Sink
 from draftsmith.serve.config import ServeConfig
@@ -42,26 +41,6 @@ def run(config: ServeConfig, make_sink: MakeSink) -> int:
     warm_up(engine)
     serve(config, engine, listener, draft=draft, sink=sink)
     return 0
-
-
-def bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # asyncio does this for the sockets it opens itself. Without it the last part of every answer,
-    # written after its header, waits 40 ms for the client's delayed acknowledgement. Accepted
-    # connections inherit it.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise UserError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another port or stop what "
-            "uses it"
-        ) from error
-    return listener
 
 
 def serve(

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 
 import uvicorn
 
+from draftsmith import lock
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.client import KEEP_ALIVE_S, base_of
 from draftsmith.config import check_limits
@@ -19,7 +20,6 @@ from draftsmith.errors import UserError
 from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters
 from draftsmith.fleet.observe.proxy import Proxy
-from draftsmith.lock import sigterm_ends
 from draftsmith.progress import say_loading, set_up_logging
 
 logger = logging.getLogger("draftsmith.observe")
@@ -52,7 +52,7 @@ def run(config: ObserveConfig) -> int:
         logger.info("http://%s:%d stands in front of %s", host, port, url)
         proxy = server(Proxy(url, observer))
         # Records are written after the last answer.
-        with sigterm_ends(proxy), closing.pop_all(), suppress(KeyboardInterrupt):
+        with lock.sigterm_ends(proxy), closing.pop_all(), suppress(KeyboardInterrupt):
             proxy.run(sockets=[listener])
     return 0
 
@@ -94,16 +94,7 @@ def bind(listen: str) -> socket.socket:
     host, _, port = listen.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise UserError(f"listen is {listen!r}, which is no address; give HOST:PORT")
-    host = host.strip("[]") or "0.0.0.0"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, int(port)))
-    except OSError as error:
-        listener.close()
-        raise UserError(f"{listen!r} cannot be listened on ({error}); give a free one") from error
-    return listener
+    return lock.bind(host.strip("[]") or "0.0.0.0", int(port))
 
 
 def answers_of(config: ObserveConfig) -> ChatAnswers | None:

@@ -30,8 +30,8 @@ from draftsmith.drafters.options import DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.target import Target
+from draftsmith.lock import bind
 from draftsmith.record import Sink
-from draftsmith.serve.command import bind
 from draftsmith.serve.config import EngineConfig, HttpOptions
 from draftsmith.serve.engine import build
 from draftsmith.serve.engine.build import build_engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from draftsmith.serve.command import bind
+from draftsmith.lock import bind
 
 
 def test_the_end_of_an_answer_does_not_wait_for_an_acknowledgement():
