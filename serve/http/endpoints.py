@@ -264,9 +264,7 @@ def add_learning_endpoints(app: FastAPI, server: Server) -> None:
         try:
             num_records = sink.forget(answer)
         except OSError as error:
-            raise Refusal(
-                503, f"the buffer cannot be reached ({error}); ask again", kind="server_error"
-            ) from error
+            raise Refusal(503, f"the buffer cannot be reached ({error}); ask again") from error
         if num_records == 0:
             message = (
                 f"no record of {answer!r} is in the buffer; it is marked, so that servers write "

@@ -36,6 +36,10 @@ SHORT_NAMES = (
 )
 
 
+# OpenAI's types of errors by status; of other ones below 500 it is the request's fault.
+TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
+
+
 class Refusal(Exception):
     """An answer other than 200, as an OpenAI error object."""
 
@@ -44,22 +48,19 @@ class Refusal(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.kind, self.param, self.code, self.headers = (
-            status,
-            kind,
-            param,
-            code,
-            headers,
-        )
+        self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def body(self) -> dict[str, Any]:
-        return error_body(str(self), kind=self.kind, param=self.param, code=self.code)
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = TYPES.get(self.status, kind)
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
     def response(self) -> ErrorResponse:
         return ErrorResponse(self.body(), status_code=self.status, headers=self.headers)
@@ -74,27 +75,12 @@ class ErrorResponse(JSONResponse):
         ).encode()
 
 
-def error_body(
-    message: str,
-    *,
-    kind: str = "invalid_request_error",
-    param: str | None = None,
-    code: str | None = None,
-) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def overloaded(message: str) -> Refusal:
-    return Refusal(429, message, kind="rate_limit_error", code="overloaded", headers=RETRY_AFTER)
+    return Refusal(429, message, code="overloaded", headers=RETRY_AFTER)
 
 
 def timed_out(seconds: float) -> Refusal:
-    return Refusal(
-        408,
-        f"no answer within {seconds:g} s; ask for fewer tokens",
-        kind="timeout_error",
-        code="timeout",
-    )
+    return Refusal(408, f"no answer within {seconds:g} s; ask for fewer tokens", code="timeout")
 
 
 def failure(request: EngineRequest) -> Refusal | None:
@@ -103,22 +89,18 @@ def failure(request: EngineRequest) -> Refusal | None:
     if reason is FinishReason.ERROR and request.error:
         return Refusal(400, request.error)
     if reason is FinishReason.ERROR:
-        return Refusal(
-            500,
-            "the engine could not finish this request; see the server's log",
-            kind="server_error",
-        )
+        return Refusal(500, "the engine could not finish this request; see the server's log")
     if reason is FinishReason.ABORT:
         return shutting_down("the server is shutting down; send the request to another one")
     return None
 
 
 def shutting_down(message: str) -> Refusal:
-    return Refusal(503, message, kind="server_error", code="shutting_down", headers=RETRY_AFTER)
+    return Refusal(503, message, code="shutting_down", headers=RETRY_AFTER)
 
 
 def unforeseen_failure() -> Refusal:
-    return Refusal(500, "the server failed on this request; see its log", kind="server_error")
+    return Refusal(500, "the server failed on this request; see its log")
 
 
 def as_refusal(error: UserError, *, api_name: Callable[[str], str] = str) -> Refusal:
@@ -127,7 +109,7 @@ def as_refusal(error: UserError, *, api_name: Callable[[str], str] = str) -> Ref
     if isinstance(error, ShuttingDown):
         return shutting_down(str(error))
     if isinstance(error, EngineDead):
-        return Refusal(503, str(error), kind="server_error", code="engine_dead")
+        return Refusal(503, str(error), code="engine_dead")
     if isinstance(error, QueueFull):
         return overloaded(str(error))
     name = named_param(str(error))

@@ -147,7 +147,6 @@ class RequestLimits:
             raise Refusal(
                 401,
                 "the API key is missing or wrong; send it as a bearer token",
-                kind="authentication_error",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
@@ -199,8 +198,7 @@ def late(seconds: float) -> str:
 
 def _cut(status: int, message: str, *, code: str) -> Refusal:
     """Refusal of a body that is not read to its end."""
-    kind = "timeout_error" if status == 408 else "invalid_request_error"
-    return Refusal(status, message, kind=kind, code=code, headers={"connection": "close"})
+    return Refusal(status, message, code=code, headers={"connection": "close"})
 
 
 def _observed(send: Send, responded: Callable[[int], None]) -> Send:
