@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from draftsmith.kernels.acceptance import AcceptanceCounts
@@ -34,14 +36,22 @@ NUMBERS = {
     "vllm:request_params_n": "Answers asked for a prompt.",
     "vllm:request_num_preemptions": "How often a request was put back for lack of blocks.",
 }
-CLASS_COUNTERS = {
-    "draftsmith_class_requests": "Finished requests.",
-    "draftsmith_class_generation_tokens": "Their tokens.",
+# Of finished requests, by their class.
+CLASS_COUNTERS: dict[str, tuple[str, Callable[[Request], int]]] = {
+    "draftsmith_class_requests": ("Finished requests.", lambda request: 1),
+    "draftsmith_class_generation_tokens": ("Their tokens.", lambda request: request.num_output),
     "draftsmith_class_target_passes": (
-        "Target passes that gave these; tokens divided by passes is tau."
+        "Target passes that gave these; tokens divided by passes is tau.",
+        lambda request: request.speculation.num_passes,
     ),
-    "draftsmith_class_draft_tokens": "Draft tokens put before the target.",
-    "draftsmith_class_accepted_tokens": "Of those, tokens kept.",
+    "draftsmith_class_draft_tokens": (
+        "Draft tokens put before the target.",
+        lambda request: sum(request.speculation.offered),
+    ),
+    "draftsmith_class_accepted_tokens": (
+        "Of those, tokens kept.",
+        lambda request: sum(request.speculation.accepted),
+    ),
 }
 MAX_CLASSES = 32  # a label that a client chooses must not grow the exposition without bound
 OTHER_CLASSES = "other"
@@ -61,7 +71,7 @@ class ServerMetrics:
         }
         self._classes = {
             name: Counter(name, text, ["model_name", "request_class"], registry=self.registry)
-            for name, text in CLASS_COUNTERS.items()
+            for name, (text, _) in CLASS_COUNTERS.items()
         }
         self._responses = Counter(
             "draftsmith_responses",
@@ -82,22 +92,24 @@ class ServerMetrics:
         if times.first_token_s is None or times.finished_s is None or times.admitted_s is None:
             return
         first_s, last_s = times.first_token_s, times.last_token_s or times.first_token_s
-        self._observe("vllm:time_to_first_token_seconds", first_s - times.arrival_s)
-        self._observe("vllm:e2e_request_latency_seconds", last_s - times.arrival_s)
-        self._observe("vllm:request_queue_time_seconds", times.admitted_s - times.arrival_s)
-        self._observe("vllm:request_inference_time_seconds", last_s - times.admitted_s)
-        self._observe("vllm:request_prefill_time_seconds", first_s - times.admitted_s)
-        self._observe("vllm:request_decode_time_seconds", last_s - first_s)
+        observed = {
+            "vllm:time_to_first_token_seconds": first_s - times.arrival_s,
+            "vllm:e2e_request_latency_seconds": last_s - times.arrival_s,
+            "vllm:request_queue_time_seconds": times.admitted_s - times.arrival_s,
+            "vllm:request_inference_time_seconds": last_s - times.admitted_s,
+            "vllm:request_prefill_time_seconds": first_s - times.admitted_s,
+            "vllm:request_decode_time_seconds": last_s - first_s,
+            "vllm:request_prompt_tokens": request.num_prompt,
+            "vllm:request_generation_tokens": request.num_output,
+            "vllm:request_params_max_tokens": request.max_tokens,
+            "vllm:request_params_n": num_choices,
+            "vllm:request_num_preemptions": request.num_preemptions,
+        }
         if request.num_output > 1:
-            self._observe(
-                "vllm:request_time_per_output_token_seconds",
-                (last_s - first_s) / (request.num_output - 1),
-            )
-        self._observe("vllm:request_prompt_tokens", request.num_prompt)
-        self._observe("vllm:request_generation_tokens", request.num_output)
-        self._observe("vllm:request_params_max_tokens", request.max_tokens)
-        self._observe("vllm:request_params_n", num_choices)
-        self._observe("vllm:request_num_preemptions", request.num_preemptions)
+            mean_s = (last_s - first_s) / (request.num_output - 1)
+            observed["vllm:request_time_per_output_token_seconds"] = mean_s
+        for name, value in observed.items():
+            self._observe(name, value)
 
     def answered(self, lengths: list[int], num_choices: int) -> None:
         """Observe the `lengths` of all answers of one HTTP request, choices of one prompt being
@@ -118,14 +130,8 @@ class ServerMetrics:
     def _count_class(self, request: Request) -> None:
         label = self._class_label(request.options.acceptance_class)
         stats = request.speculation
-        for name, value in (
-            ("draftsmith_class_requests", 1),
-            ("draftsmith_class_generation_tokens", request.num_output),
-            ("draftsmith_class_target_passes", stats.num_passes),
-            ("draftsmith_class_draft_tokens", sum(stats.offered)),
-            ("draftsmith_class_accepted_tokens", sum(stats.accepted)),
-        ):
-            self._classes[name].labels(self._model, label).inc(value)
+        for name, (_, count) in CLASS_COUNTERS.items():
+            self._classes[name].labels(self._model, label).inc(count(request))
         # A stop that trimmed a round leaves the fate of the drafts behind it unknown.
         known = [
             kept if committed <= kept else offered
