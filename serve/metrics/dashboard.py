@@ -7,7 +7,6 @@ rounds nothing. Learning is read from files alone, because `serve` does not impo
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Resp
 
 from draftsmith.drafters.versions import latest, read_decisions, read_manifest, versions
 from draftsmith.errors import UserError
+from draftsmith.files import read_json
 from draftsmith.kernels.acceptance import AcceptanceCounts, label_of
 from draftsmith.progress import duration, factor
 from draftsmith.serve.engine.engine import EngineCore
@@ -97,11 +97,9 @@ class Source:
         ]
         return {
             "model": self.model,
-            "started_s": self.started_s,
             "facts": list(facts(engine, points, learner, decisions, self.started_s)),
             "tables": [table for table in tables if table["rows"]],
             "points": points,
-            "learner": learner,
         }
 
 
@@ -249,21 +247,10 @@ def decisions_in(root: str) -> list[Told]:
 
 def read_status(root: str) -> Told | None:
     try:
-        status = json.loads((Path(root) / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        status = read_json(Path(root) / STATUS)
+    except (OSError, UserError):
         return None
-    if not isinstance(status, dict):
-        return None
-    return finite(status) | {"age_s": max(0.0, time.time() - (status.get("time_s") or 0.0))}
-
-
-def finite(value: Any) -> Any:
-    """Replace NaN and infinity by None: JSON for browsers has neither."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return status | {"age_s": max(0.0, time.time() - (status.get("time_s") or 0.0))}
 
 
 def number(value: Any, digits: int) -> str:

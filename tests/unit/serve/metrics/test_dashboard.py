@@ -4,6 +4,7 @@ from files that may be absent, torn or damaged."""
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,10 @@ def told(engine: Any, tmp_path: Path) -> Callable[[], dict[str, Any]]:
     return read
 
 
+def learner_of(told: dict[str, Any]) -> list[str]:
+    return [text for name, text, _ in told["facts"] if name == "learner"]
+
+
 def cells(told: dict[str, Any], title: str) -> Table:
     return [
         row["cells"] for table in told["tables"] for row in table["rows"] if table["title"] == title
@@ -85,7 +90,7 @@ def test_points_are_rates_of_the_last_minute(engine: Any) -> None:
 def test_a_server_that_does_not_learn_has_nothing_to_tell(engine: Any, tmp_path: Path) -> None:
     for versions in (None, str(tmp_path / "none")):
         found = Source(History(engine), {}, "m", versions).read()
-        assert found["tables"] == [] and found["learner"] is None
+        assert found["tables"] == [] and learner_of(found) == []
         assert ("alarms", "0", "") in found["facts"]
         assert [text for name, text, _ in found["facts"] if name == "tau"] == ["-"]
 
@@ -155,7 +160,7 @@ def test_streams_with_an_alarm_and_the_latest_ones_are_told(told: Callable, tmp_
     assert ("alarms", "1", "alarm") in found["facts"]
 
 
-def test_damage_is_left_out_and_numbers_that_json_lacks_become_null(
+def test_damage_is_left_out_and_what_is_no_number_is_not_shown(
     told: Callable, tmp_path: Path
 ) -> None:
     published(tmp_path)
@@ -165,14 +170,13 @@ def test_damage_is_left_out_and_numbers_that_json_lacks_become_null(
     (tmp_path / "status.json").write_text(json.dumps(status))
     found = told()
     assert [row[0] for row in cells(found, "Versions")] == ["2 live"]
-    assert found["learner"]["loss"] is None and 4 < found["learner"]["age_s"] < 60
-    (text,) = (text for name, text, _ in found["facts"] if name == "learner")
+    (text,) = learner_of(found)
     assert text.startswith("running: 3 updates") and text.endswith("loss -")
     (tmp_path / "status.json").write_text(json.dumps({**status, "stopped": True}))
-    (text,) = (text for name, text, _ in told()["facts"] if name == "learner")
-    assert text.startswith("stopped ") and " ago: " in text
+    (text,) = learner_of(told())
+    assert re.match(r"stopped \d+s ago: ", text)
     for torn in ("[1", "[1]", ""):
         (tmp_path / "status.json").write_text(torn)
-        assert told()["learner"] is None
+        assert learner_of(told()) == []
     (tmp_path / "current").write_text("nonsense")
     assert cells(told(), "Versions") == []
