@@ -114,9 +114,12 @@ class StructuredOutputs(StrictModel):
             raise ValueError(
                 f"structured_outputs holds {len(given)} of {', '.join(KINDS)}; give exactly one"
             )
-        if isinstance(self.json_, str):
-            _parsed(self.json_)
         return self
+
+    @field_validator("json_")
+    @classmethod
+    def _is_schema(cls, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+        return _parsed(value) if isinstance(value, str) else value
 
     def _given(self) -> dict[str, Any]:
         values = (self.json_, self.regex, self.choice, self.grammar, self.json_object)
@@ -124,7 +127,7 @@ class StructuredOutputs(StrictModel):
 
     def to_grammar(self) -> Grammar:
         ((kind, value),) = self._given().items()
-        return KINDS[kind](_parsed(value) if kind == "json" and isinstance(value, str) else value)
+        return KINDS[kind](value)
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -70,15 +70,18 @@ def add_service_endpoints(app: FastAPI, server: Server) -> None:
 
 
 def _model(server: Server, name: str) -> dict[str, Any]:
-    entry = {"id": name, "object": "model", "created": server.created, "owned_by": "draftsmith"}
     engine = server.loop.engine
-    parent = None if name == server.model else server.model
-    entry |= {"root": engine.target.name, "parent": parent, "max_model_len": engine.max_length}
-    entry["max_draft_depth"], entry["max_draft_tokens"] = (
-        engine.max_draft_depth,
-        engine.max_draft_tokens,
-    )
-    return entry
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "draftsmith",
+        "root": engine.target.name,
+        "parent": None if name == server.model else server.model,
+        "max_model_len": engine.max_length,
+        "max_draft_depth": engine.max_draft_depth,
+        "max_draft_tokens": engine.max_draft_tokens,
+    }
 
 
 MOST_DECODED = 2**16  # tokens of a request, where the context is shorter

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -24,22 +23,27 @@ from draftsmith.serve.tools.template import ChatTemplate
 T = TypeVar("T")
 
 
-@dataclass
 class Server:
     """State that the endpoints share."""
 
-    loop: EngineLoop
-    http: HttpOptions
-    model: str = field(init=False)
-    metrics: ServerMetrics = field(init=False)
-    api_keys: tuple[str, ...] = field(init=False)
-    report: Level = field(init=False)  # of every response's drafts; a request may ask for more
-    load: ServerLoad = field(default_factory=ServerLoad)
-    intake: Intake = field(init=False)
-    vocabulary: Any = field(init=False)
-    template: ChatTemplate = field(init=False)
-    most_characters: int | None = field(init=False)  # of a prompt that may fit into the context
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(self, loop: EngineLoop, http: HttpOptions):
+        self.loop, self.http, self.load, self.created = loop, http, ServerLoad(), int(time.time())
+        engine, target = loop.engine, loop.engine.target
+        self.model = http.name or target.name
+        self.metrics = ServerMetrics(engine, self.model)
+        self.api_keys = accepted_keys(http.api_key)
+        # Of every response's drafts; a request may ask for more.
+        self.report = cast(Level, http.per_request_spec_decode_metrics)
+        # A copy, for reading tokens on the event loop's thread while another text is encoded.
+        self.vocabulary = copy.deepcopy(target.tokenizer())
+        # Of a prompt that may fit into the context.
+        self.most_characters = most_characters(self.vocabulary, engine.max_length)
+        self.intake = Intake(target.tokenizer(), self.vocabulary, target.device)
+        self.template = ChatTemplate(
+            self.vocabulary,
+            tool_parser=http.tool_call_parser,
+            reasoning_parser=http.reasoning_parser,
+        )
 
     @cached_property
     def bridge(self) -> ThreadBridge[StreamEvent]:
@@ -55,22 +59,6 @@ class Server:
     def tokenizer(self) -> Any:
         """For use on the threads of `intake` alone."""
         return self.intake.tokenizer
-
-    def __post_init__(self) -> None:
-        target, http = self.loop.engine.target, self.http
-        self.model = http.name or target.name
-        self.metrics = ServerMetrics(self.loop.engine, self.model)
-        self.api_keys = accepted_keys(http.api_key)
-        self.report = cast(Level, http.per_request_spec_decode_metrics)
-        # A copy, for reading tokens on the event loop's thread while another text is encoded.
-        self.vocabulary = copy.deepcopy(target.tokenizer())
-        self.most_characters = most_characters(self.vocabulary, self.loop.engine.max_length)
-        self.intake = Intake(target.tokenizer(), self.vocabulary, target.device)
-        self.template = ChatTemplate(
-            self.vocabulary,
-            tool_parser=http.tool_call_parser,
-            reasoning_parser=http.reasoning_parser,
-        )
 
     def tenant(self, request: HttpRequest) -> str:
         """Client of a request as the queue distinguishes them; "" where one key or none is
