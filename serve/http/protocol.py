@@ -43,6 +43,12 @@ TokenIds = Many[Annotated[int, Field(ge=0, lt=2**31)]]
 # What is looked through for every token.
 MOST_STOPS, LONGEST_STOP, MOST_WORDS = 128, 1024, 1024
 Stop = Annotated[Text, Field(max_length=LONGEST_STOP)]
+# Parameters that the engine has by the same names; one that is not given has its default there.
+SAMPLED = (
+    "temperature", "top_p", "min_p", "min_tokens", "seed", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "allowed_token_ids",
+)  # fmt: skip
 SEED_STEP = 0x9E3779B97F4A7C15  # between the choices of a request
 
 
@@ -61,12 +67,21 @@ class StreamOptions(StrictModel):
     include_obfuscation: Off | None = None
 
 
-class Generation(FormatFields, AcceptedFields):
-    """Parameters shared by completions and chat completions."""
+class AnswerFields(AcceptedFields):
+    """Parameters that are the same in all endpoints that answer."""
 
     model: Text | None = None  # default: the one that is served
     temperature: Annotated[float, bounds("temperature")] | None = None
     top_p: Annotated[float, bounds("top_p")] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stream: bool | None = None
+    speculation: Speculation = Field(default_factory=Speculation)
+    request_class: Annotated[Text, Field(max_length=128)] = ""
+
+
+class Generation(FormatFields, AnswerFields):
+    """Parameters shared by completions and chat completions."""
+
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, bounds("min_p")] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -75,7 +90,6 @@ class Generation(FormatFields, AcceptedFields):
     stop: Stop | Annotated[Many[Stop], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MOST_WORDS)] | None = None
     ignore_eos: bool | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
     repetition_penalty: Annotated[float, bounds("repetition_penalty")] | None = None
@@ -96,10 +110,7 @@ class Generation(FormatFields, AcceptedFields):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     # cached prefixes are shared with requests of the same salt alone
     cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    speculation: Speculation = Field(default_factory=Speculation)
-    request_class: Annotated[Text, Field(max_length=128)] = ""
     # as vLLM: the response also carries the tokens of prompt and answer
     return_token_ids: bool | None = None
     # as vLLM: tokens of logprobs are named "token_id:17"
@@ -178,33 +189,21 @@ class Generation(FormatFields, AcceptedFields):
     def sampling(self, bad_words: tuple[tuple[int, ...], ...] = ()) -> list[SamplingParams]:
         """Sampling parameters of the n choices, each of which draws from its own streams.
         `bad_words` are the tokens of the words asked for."""
-        most = self.most_tokens()
+        given = {name: getattr(self, name) for name in SAMPLED}
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            given[name] = None if given[name] is None else tuple(given[name])
         first = SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
+            **{name: value for name, value in given.items() if value is not None},
             top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
             # An echo of nothing but the prompt: the engine gives one token, which is not shown.
-            max_tokens=1 if most == 0 else most,
-            min_tokens=self.min_tokens or 0,
-            seed=self.seed,
+            max_tokens=1 if self.most_tokens() == 0 else self.most_tokens(),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
             logprobs=self.alternatives(),
-            include_stop_str_in_output=bool(self.include_stop_str_in_output),
-            skip_special_tokens=self.skip_special_tokens,
             prompt_logprobs=self._prompt_alternatives(),
             k=self.speculation.k,
             draft_temperature=self.speculation.draft_temperature,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
             bad_words=bad_words,
-            allowed_token_ids=None
-            if self.allowed_token_ids is None
-            else tuple(self.allowed_token_ids),
             grammar=self.answer_grammar(),
         )
         if self.seed is None:

@@ -20,7 +20,7 @@ from draftsmith.serve.http.completions import answer, response_options
 from draftsmith.serve.http.errors import as_refusal
 from draftsmith.serve.http.responses import Body, Responder
 from draftsmith.serve.http.responses_body import NAMES, ResponsesRequest, chat_request
-from draftsmith.serve.http.schema import ANSWER_STATUSES, RequestMetrics, documented, events_of
+from draftsmith.serve.http.schema import RequestMetrics, answers_of
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import sent_event
 from draftsmith.serve.requests.request import FinishReason, Request, Update
@@ -29,9 +29,7 @@ from draftsmith.serve.tools.call_format import AnswerPiece
 
 
 def add_responses_endpoint(app: FastAPI, server: Server) -> None:
-    @app.post(
-        "/v1/responses", responses={**events_of(ResponseBody), **documented(*ANSWER_STATUSES)}
-    )
+    @app.post("/v1/responses", responses=answers_of(ResponseBody))
     async def responses(body: ResponsesRequest, request: HttpRequest) -> Response:
         model = server.check_model(body.model)
         chat = chat_request(body)

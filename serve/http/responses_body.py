@@ -10,7 +10,6 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError, field_validator
 
 from draftsmith.serve.http.bodies import (
-    AcceptedFields,
     Function,
     JsonObject,
     JsonObjectFormat,
@@ -23,7 +22,7 @@ from draftsmith.serve.http.bodies import (
     TextFormat,
 )
 from draftsmith.serve.http.errors import validation_refusal
-from draftsmith.serve.http.protocol import ChatRequest, Speculation, bounds
+from draftsmith.serve.http.protocol import AnswerFields, ChatRequest
 
 
 class TextContent(StrictModel):
@@ -102,13 +101,10 @@ class ResponseStreamOptions(StrictModel):
     include_obfuscation: Off | None = None
 
 
-class ResponsesRequest(AcceptedFields):
-    model: Text | None = None
+class ResponsesRequest(AnswerFields):
     input: Text | Annotated[Many[InputItem], Field(min_length=1)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, bounds("temperature")] | None = None
-    top_p: Annotated[float, bounds("top_p")] | None = None
     text: TextOptions | None = None
     tools: Many[ResponseFunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseNamedChoice | None = None
@@ -116,17 +112,12 @@ class ResponsesRequest(AcceptedFields):
     reasoning: ReasoningOptions | None = None
     # encrypted reasoning is asked for by clients that send it back; here it is sent as it is
     include: Many[Literal["reasoning.encrypted_content"]] | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: Off | None = None
     previous_response_id: None = None
     conversation: None = None
-    # as in chat requests
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    chat_template_kwargs: JsonObject | None = None
-    speculation: Speculation = Field(default_factory=Speculation)
-    request_class: Annotated[Text, Field(max_length=128)] = ""
+    chat_template_kwargs: JsonObject | None = None  # as in chat requests
 
     @field_validator("previous_response_id", "conversation", mode="before")
     @classmethod
@@ -138,11 +129,6 @@ class ResponsesRequest(AcceptedFields):
         return value
 
 
-# Parameters that are the same in both APIs.
-SHARED = (
-    "model", "temperature", "top_p", "parallel_tool_calls", "seed", "chat_template_kwargs",
-    "speculation", "request_class",
-)  # fmt: skip
 # Name of each chat parameter in this API, where it is another one.
 NAMES = {
     "messages": "input",
@@ -158,7 +144,7 @@ NAMES = {
 def chat_request(body: ResponsesRequest) -> ChatRequest:
     """The chat request that asks for the same; raises `Refusal` where there is none."""
     # Not by pydantic's dump, which raises for what is nested deeper than 255.
-    shared = {name: value for name, value in body if name in SHARED and value is not None}
+    shared = {name: value for name, value in body if name in AnswerFields.model_fields}
     fields: dict[str, Any] = {
         "messages": messages_of(body),
         "max_completion_tokens": body.max_output_tokens,
@@ -167,7 +153,8 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         "response_format": _format(body),
         "verbosity": None if body.text is None else body.text.verbosity,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
-        "stream": body.stream,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "chat_template_kwargs": body.chat_template_kwargs,
     }
     try:
         return ChatRequest.model_validate(shared | fields)

@@ -22,7 +22,6 @@ DESCRIPTIONS = {
     500: "The engine failed on this request.",
     503: "The server is shutting down.",
 }
-ANSWER_STATUSES = (400, 401, 404, 408, 413, 429, 500, 503)
 
 
 class Error(BaseModel):
@@ -214,11 +213,12 @@ def documented(*statuses: int, model: type[BaseModel] = ErrorBody) -> Documents:
     return {status: {"model": model, "description": DESCRIPTIONS[status]} for status in statuses}
 
 
-def events_of(model: type[BaseModel]) -> Documents:
-    """An answer in one piece or, when `stream` is true, as server-sent events."""
+def answers_of(model: type[BaseModel]) -> Documents:
+    """An answer in one piece or, when `stream` is true, as server-sent events; and errors."""
     # Events as texts or, where they have names, as their fields.
     stream = {"text/event-stream": {"schema": {"type": ["string", "object"]}}}
-    return {200: {"model": model, "description": DESCRIPTIONS[200], "content": stream}}
+    answer = {"model": model, "description": DESCRIPTIONS[200], "content": stream}
+    return {200: answer, **documented(400, 401, 404, 408, 413, 429, 500, 503)}
 
 
 def describe(app: FastAPI, *, model: str, guarded: bool) -> None:
