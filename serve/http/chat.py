@@ -11,7 +11,7 @@ from typing import Any
 from draftsmith.chats import request_variables
 from draftsmith.serve.http.bodies import ConversationBody
 from draftsmith.serve.http.protocol import ChatRequest
-from draftsmith.serve.http.responses import Body, Responder, finish_name, finite
+from draftsmith.serve.http.responses import Body, ChoicesResponder, finish_name, finite
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.tokens import TokenPrompt, conversation_prompt
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
@@ -95,10 +95,10 @@ def chat_prompt(
 
 
 @dataclass
-class ChatResponder(Responder):
-    prefix: str = "chatcmpl"
-    whole: str = "chat.completion"
-    piece: str = "chat.completion.chunk"
+class ChatResponder(ChoicesResponder):
+    prefix = "chatcmpl-"
+    whole, piece = "chat.completion", "chat.completion.chunk"
+    asked: ChatRequest
     form: AnswerForm = field(default_factory=AnswerForm)
     parsers: dict[int, AnswerParser] = field(default_factory=dict)  # of streamed choices
     call_ids: dict[tuple[int, int], str] = field(default_factory=dict)  # by choice and call
@@ -112,27 +112,18 @@ class ChatResponder(Responder):
         content = None if piece.calls and not piece.content else piece.content
         message: Body = {"role": "assistant", "content": content} | self._reasoning(piece)
         if piece.calls:
-            message["tool_calls"] = [
-                {
-                    "id": self._call_id(index, call),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in piece.calls
-            ]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(request, request.logprobs),
-            "finish_reason": self._finish_name(request.finish_reason, parser),
-        }
+            message["tool_calls"] = [self._call(index, call) for call in piece.calls]
+        logprobs = self._logprobs(request, request.logprobs)
+        reason = self._finish_name(request.finish_reason, parser)
+        return _chat_choice(index, "message", message, logprobs, reason)
 
-    def opening(self, index: int) -> Body:
+    def openings(self, num_requests: int) -> list[Body]:
         delta = {"role": "assistant", "content": ""}
-        chunk = self.chunk(
-            [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
-        )
-        return chunk | (self._prompt_tokens() if index == 0 else {})
+        chunks = [
+            self.chunk([_chat_choice(index, "delta", delta)]) for index in range(num_requests)
+        ]
+        chunks[0] |= self._prompt_tokens()
+        return chunks
 
     def frames(self, index: int, request: Request, update: Update) -> str:
         if self.form.is_text and update.text and self.brings_text(request, update):
@@ -146,36 +137,29 @@ class ChatResponder(Responder):
         piece = parser.push(update.text)
         if update.finish_reason is not None:
             piece = joined([piece, parser.finish()])
-        return {
-            "index": index,
-            "delta": self._delta(index, piece),
-            "logprobs": self._logprobs(request, update.logprobs),
-            "finish_reason": self._finish_name(update.finish_reason, parser),
-        }
-
-    def _delta(self, index: int, piece: AnswerPiece) -> Body:
         delta: Body = self._reasoning(piece)
         if piece.content:
             delta["content"] = piece.content
         if piece.calls:
             delta["tool_calls"] = [self._call_delta(index, call) for call in piece.calls]
-        return delta
+        logprobs = self._logprobs(request, update.logprobs)
+        reason = self._finish_name(update.finish_reason, parser)
+        return _chat_choice(index, "delta", delta, logprobs, reason)
 
-    def _call_delta(self, index: int, call: CallPiece) -> Body:
-        if call.name is None:
-            return {"index": call.index, "function": {"arguments": call.arguments}}
+    def _call(self, index: int, call: CallPiece) -> Body:
         return {
-            "index": call.index,
-            "id": self._call_id(index, call),
+            "id": self.call_ids.setdefault((index, call.index), new_call_id()),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
 
-    def _call_id(self, index: int, call: CallPiece) -> str:
-        return self.call_ids.setdefault((index, call.index), new_call_id())
+    def _call_delta(self, index: int, call: CallPiece) -> Body:
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        return {"index": call.index} | self._call(index, call)
 
     def _reasoning(self, piece: AnswerPiece) -> Body:
-        shown = piece.reasoning and self.options.reasoning
+        shown = piece.reasoning and self.asked.include_reasoning is not False
         return {"reasoning_content": piece.reasoning} if shown else {}
 
     def _finish_name(self, reason: FinishReason | None, parser: AnswerParser) -> str | None:
@@ -184,7 +168,7 @@ class ChatResponder(Responder):
         return finish_name(reason)
 
     def _prompt_tokens(self) -> Body:
-        return {"prompt_token_ids": self.prompts[0].tokens} if self.options.token_ids else {}
+        return {"prompt_token_ids": self.prompts[0].tokens} if self.asked.return_token_ids else {}
 
     def _logprobs(self, request: Request, entries: list[TokenLogprob]) -> Body | None:
         if request.params.logprobs is None:
@@ -204,8 +188,15 @@ class ChatResponder(Responder):
         }
 
 
+def _chat_choice(
+    index: int, kind: str, told: Body, logprobs: Body | None = None, reason: str | None = None
+) -> Body:
+    """A choice with its message or, of a chunk, its delta."""
+    return {"index": index, kind: told, "logprobs": logprobs, "finish_reason": reason}
+
+
 def _content_choice(index: int, text: str) -> Body:
-    return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+    return _chat_choice(index, "delta", {"content": text})
 
 
 def new_call_id() -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from fastapi import FastAPI, Request, Response
@@ -17,7 +17,7 @@ from draftsmith.serve.http.chat import ChatPlan, ChatResponder, chat_plan
 from draftsmith.serve.http.errors import Refusal, as_refusal, failure, unforeseen_failure
 from draftsmith.serve.http.limits import arrival_of
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Generation
-from draftsmith.serve.http.responses import CompletionResponder, Responder, ResponseOptions
+from draftsmith.serve.http.responses import CompletionResponder, Responder
 from draftsmith.serve.http.schema import ChatBody, CompletionBody, answers_of
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import RequestStreams
@@ -44,57 +44,31 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
                 most_characters=most,
             ),
         )
-        responder = CompletionResponder(
-            model, server.vocabulary, response_options(server, body), prompts, body.n or 1
-        )
-        return await answer(server, request, body, responder)
+        responder = CompletionResponder(model, server.vocabulary, body, prompts, server.report)
+        return await answer(server, request, responder)
 
     @app.post("/v1/chat/completions", responses=answers_of(ChatBody))
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = server.check_model(body.model)
-        try:
-            plan = await server.take_in(request, lambda: chat_plan(server, body))
-        except UserError as error:
-            raise as_refusal(error, api_name=body.api_name) from error
+        plan = await planned(server, request, body)
         responder = ChatResponder(
-            model,
-            server.vocabulary,
-            response_options(server, body),
-            [plan.prompt],
-            body.n or 1,
-            form=plan.form,
+            model, server.vocabulary, body, [plan.prompt], server.report, form=plan.form
         )
-        return await answer(server, request, body, responder, plan)
+        return await answer(server, request, responder, plan)
 
 
-def response_options(server: Server, body: Generation) -> ResponseOptions:
-    stream = body.stream_options
-    return ResponseOptions(
-        report="detailed" if body.speculation.report else server.report,
-        report_alone=body.speculation.report,
-        token_ids=bool(body.return_token_ids),
-        name_by_id=bool(body.return_tokens_as_token_ids),
-        echo=body.echoes(),
-        prompt_logprobs=body.prompt_logprobs,
-        prompt_only=body.most_tokens() == 0,
-        reasoning=not isinstance(body, ChatRequest) or body.include_reasoning is not False,
-        usage=stream is not None and bool(stream.include_usage),
-        running_usage=stream is not None and bool(stream.continuous_usage_stats),
-    )
+async def planned(server: Server, request: Request, body: ChatRequest) -> ChatPlan:
+    try:
+        return await server.take_in(request, lambda: chat_plan(server, body))
+    except UserError as error:
+        raise as_refusal(error, api_name=body.api_name) from error
 
 
 async def answer(
-    server: Server,
-    request: Request,
-    body: Generation,
-    responder: Responder,
-    plan: ChatPlan | None = None,
-    *,
-    api_name: Callable[[str], str] | None = None,
+    server: Server, request: Request, responder: Responder, plan: ChatPlan | None = None
 ) -> Response:
-    """Answer to a request, in one piece or as a stream. `api_name` maps the engine's name of a
-    parameter to the request's; by default that of `body`."""
-    num_choices = responder.num_choices
+    """Answer to a request, in one piece or as a stream."""
+    body, num_choices = responder.asked, responder.num_choices
     responder.prompts = [_shortened(server, body, prompt) for prompt in responder.prompts]
     _check_count(server, len(responder.prompts), num_choices)
     streams = RequestStreams(
@@ -105,9 +79,9 @@ async def answer(
         every_round=bool(body.stream),
     )
     try:
-        await _submit(server, streams, request, body, responder, plan)
+        await _submit(server, streams, request, responder, plan)
     except UserError as error:
-        raise as_refusal(error, api_name=api_name or body.api_name) from error
+        raise as_refusal(error, api_name=body.api_name) from error
     if body.stream:
         events = _stream(server, streams, responder)
         return StreamingResponse(
@@ -127,11 +101,10 @@ async def _submit(
     server: Server,
     streams: RequestStreams,
     request: Request,
-    body: Generation,
     responder: Responder,
     plan: ChatPlan | None,
 ) -> None:
-    prompts = responder.prompts
+    body, prompts = responder.asked, responder.prompts
     params = await server.take_in(
         request, lambda: body.sampling(bad_word_tokens(body.bad_words or (), server.tokenizer))
     )

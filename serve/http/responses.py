@@ -8,10 +8,13 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.serve.http.protocol import Generation, StreamOptions
 from draftsmith.serve.http.streams import Level, encoded, sent_event, speculation_report
-from draftsmith.serve.http.tokens import TokenPrompt, TokenTexts, Vocabulary
+from draftsmith.serve.http.tokens import TokenPrompt, TokenTexts
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.text_stream import ShowsTokens, TextStream
 
@@ -19,44 +22,85 @@ Body = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM gives a token without mass the same number
 
 
-class ResponseOptions(NamedTuple):
-    """Parts of a response beyond the text, as the request asked for them."""
+@dataclass
+class Responder(ABC):
+    """Builder of the bodies of one answer: its identity, usage, the optional report, and the frames
+    of a stream."""
 
-    report: Level = "none"  # of drafted and accepted tokens
-    report_alone: bool = False  # a stream ends with it even where no usage is asked for
-    token_ids: bool = False  # the response also carries the tokens of prompt and answer
-    # tokens of logprobs are named "token_id:17", which text cannot confuse
-    name_by_id: bool = False
-    echo: bool = False  # the prompt is part of the text
-    prompt_only: bool = False  # and there is nothing else
-    prompt_logprobs: int | None = None  # alternatives to each token of the prompt
-    reasoning: bool = True  # the answer has its reasoning too
-    usage: bool = False  # a stream ends with the usage
-    running_usage: bool = False  # and every chunk has it
+    model: str
+    vocabulary: PreTrainedTokenizerBase
+    asked: Generation
+    prompts: Sequence[TokenPrompt]
+    level: Level = "none"  # of the report of drafted and accepted tokens
+    prefix: ClassVar[str]
+    last_frame: ClassVar[str] = "data: [DONE]\n\n"
+
+    def __post_init__(self) -> None:
+        self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
+        self.num_choices = self.asked.n or 1  # of each prompt
+        if self.asked.speculation.report:
+            self.level = "detailed"
+
+    def metrics(self, requests: Sequence[Request]) -> Body:
+        if self.level == "none":
+            return {}
+        reports = [
+            speculation_report(each.speculation, each.k, level=self.level) for each in requests
+        ]
+        if len(reports) == 1:
+            return {"metrics": {"speculative_decoding": reports[0]}}
+        # As vLLM: one report belongs to one choice, and several choices have none. A request with
+        # `speculation.report` gets all.
+        return {
+            "metrics": {"speculative_decoding": None}
+            | ({"choices": reports} if self.asked.speculation.report else {})
+        }
+
+    def frames(self, index: int, request: Request, update: Update) -> str:
+        """Events of one round, as part of a stream."""
+        return "".join(map(self.frame, self.events(index, request, update)))
+
+    def frame(self, body: Body) -> str:
+        """A body as part of a stream."""
+        return sent_event(body)
+
+    def failed(self, error: Body) -> Body:
+        """Last body of a stream that ends with an error; `error` is OpenAI's object."""
+        return error
+
+    @abstractmethod
+    def body(self, requests: Sequence[Request]) -> Body:
+        """The whole answer of requests that have finished."""
+
+    @abstractmethod
+    def openings(self, num_requests: int) -> list[Body]:
+        """Bodies with which a stream begins."""
+
+    @abstractmethod
+    def events(self, index: int, request: Request, update: Update) -> list[Body]:
+        """Bodies of one round of a stream."""
+
+    @abstractmethod
+    def closings(self, requests: Sequence[Request]) -> list[Body]:
+        """Bodies with which a stream ends."""
 
 
 @dataclass
-class Responder(ABC):
-    """Builder of response bodies, shared by both endpoints: identity of the response, usage, the
-    optional report. Choices of one prompt are neighbours."""
+class ChoicesResponder(Responder):
+    """Answers that are choices; those of one prompt are neighbours."""
 
-    model: str
-    vocabulary: Vocabulary
-    options: ResponseOptions
-    prompts: Sequence[TokenPrompt]
-    num_choices: int = 1  # of each prompt
-    prefix: str = "cmpl"
-    whole: str = "text_completion"
-    piece: str = "text_completion"
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
+    whole: ClassVar[str]  # names of the bodies
+    piece: ClassVar[str]
     counts: dict[int, int] = field(default_factory=dict)  # tokens streamed, by choice
     # of chunks, before and behind their text, by choice
     around_text: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        super().__post_init__()
         self.texts = TokenTexts(self.vocabulary)
+        stream = self.asked.stream_options or StreamOptions()
+        self.shows_usage, self.runs_usage = stream.include_usage, stream.continuous_usage_stats
+        self.prompt_only = self.asked.most_tokens() == 0  # nothing else is part of the text
 
     def head(self, kind: str) -> Body:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -79,7 +123,7 @@ class Responder(ABC):
     def _usage(self, prompts: Sequence[Request], completion: int) -> Body:
         """Usage; `prompts` has one request of each prompt."""
         prompt = sum(request.num_prompt for request in prompts)
-        completion = 0 if self.options.prompt_only else completion
+        completion = 0 if self.prompt_only else completion
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -89,54 +133,37 @@ class Responder(ABC):
             },
         }
 
-    def metrics(self, requests: Sequence[Request]) -> Body:
-        if self.options.report == "none":
-            return {}
-        reports = [
-            speculation_report(each.speculation, each.k, level=self.options.report)
-            for each in requests
-        ]
-        if len(reports) == 1:
-            return {"metrics": {"speculative_decoding": reports[0]}}
-        # As vLLM: one report belongs to one choice, and several choices have none. A request with
-        # `speculation.report` gets all.
-        return {
-            "metrics": {"speculative_decoding": None}
-            | ({"choices": reports} if self.options.report_alone else {})
-        }
-
     def tokens(self, tokens: list[int]) -> Body:
-        if not self.options.token_ids:
+        if not self.asked.return_token_ids:
             return {}
-        return {"token_ids": [] if self.options.prompt_only else tokens}
-
-    def prompt_of(self, index: int) -> TokenPrompt:
-        return self.prompts[index // self.num_choices]
+        return {"token_ids": [] if self.prompt_only else tokens}
 
     def chunk(self, choices: list[Body]) -> Body:
         return {**self.head(self.piece), "choices": choices} | (
-            {"usage": None} if self.options.usage else {}
+            {"usage": None} if self.shows_usage else {}
         )
 
-    def update(self, index: int, request: Request, update: Update) -> Body:
-        """The chunk of one round."""
+    def events(self, index: int, request: Request, update: Update) -> list[Body]:
         body = self.chunk([self.delta(index, request, update) | self.tokens(update.tokens)])
-        if self.options.running_usage:
+        if self.runs_usage:
             # Of what was sent: the engine may be some rounds ahead.
             self.counts[index] = self.counts.get(index, 0) + len(update.tokens)
             body["usage"] = self._usage([request], self.counts[index])
-        return body
+        return [body]
 
-    def closing(self, requests: Sequence[Request]) -> Body | None:
-        """The chunk without choices that ends a stream, if the client asked for what it holds."""
-        if not self.options.usage and not self.options.report_alone:
-            return None
-        usage = {"usage": self.usage(requests)} if self.options.usage else {}
-        return self.chunk([]) | usage | self.metrics(requests)
+    def openings(self, num_requests: int) -> list[Body]:
+        return []
+
+    def closings(self, requests: Sequence[Request]) -> list[Body]:
+        """The chunk without choices, if the client asked for what it holds."""
+        if not self.shows_usage and not self.asked.speculation.report:
+            return []
+        usage = {"usage": self.usage(requests)} if self.shows_usage else {}
+        return [self.chunk([]) | usage | self.metrics(requests)]
 
     def prompt_logprobs(self, request: Request) -> Body:
         """Logprobs of the prompt in vLLM's layout, by token id. The first token has none."""
-        count = self.options.prompt_logprobs
+        count = self.asked.prompt_logprobs
         if count is None:
             return {}
         entries = [self._ranked(entry, count) for entry in request.prompt_logprobs]
@@ -157,20 +184,8 @@ class Responder(ABC):
         }
 
     def token(self, token: int) -> str:
-        return f"token_id:{token}" if self.options.name_by_id else self.texts.text(token)
-
-    def openings(self, num_requests: int) -> list[Body]:
-        """Bodies with which a stream begins."""
-        found = [self.opening(index) for index in range(num_requests)]
-        return [body for body in found if body is not None]
-
-    def events(self, index: int, request: Request, update: Update) -> list[Body]:
-        """Bodies of one round of a stream."""
-        return [self.update(index, request, update)]
-
-    def frames(self, index: int, request: Request, update: Update) -> str:
-        """Events of one round, as part of a stream."""
-        return "".join(map(self.frame, self.events(index, request, update)))
+        by_id = self.asked.return_tokens_as_token_ids
+        return f"token_id:{token}" if by_id else self.texts.text(token)
 
     def brings_text(self, request: Request, update: Update) -> bool:
         """True where the chunk of a round, unless a choice's first, has nothing of its own but
@@ -178,8 +193,8 @@ class Responder(ABC):
         return (
             update.finish_reason is None
             and request.params.logprobs is None
-            and not self.options.token_ids
-            and not self.options.running_usage
+            and not self.asked.return_token_ids
+            and not self.runs_usage
         )
 
     def text_frame(self, index: int, text: str, choice: Callable[[int, str], Body]) -> str:
@@ -195,28 +210,10 @@ class Responder(ABC):
             around = self.around_text[index] = (before, after)
         return encoded(text).join(around)
 
-    def closings(self, requests: Sequence[Request]) -> list[Body]:
-        """Bodies with which a stream ends."""
-        closing = self.closing(requests)
-        return [] if closing is None else [closing]
-
-    def failed(self, error: Body) -> Body:
-        """Last body of a stream that ends with an error; `error` is OpenAI's object."""
-        return error
-
-    def frame(self, body: Body) -> str:
-        """A body as part of a stream."""
-        return sent_event(body)
-
-    last_frame: ClassVar[str] = "data: [DONE]\n\n"
-
-    @abstractmethod
     def choice(self, index: int, request: Request) -> Body:
-        """The whole answer `index` of a request that has finished."""
-
-    def opening(self, index: int) -> Body | None:
-        """Chunk of a choice before its first token; None for none."""
-        return None
+        """The whole answer `index` of a request that has finished: its only chunk's part."""
+        whole = Update(request.output, request.text, request.logprobs, request.finish_reason)
+        return self.delta(index, request, whole)
 
     @abstractmethod
     def delta(self, index: int, request: Request, update: Update) -> Body:
@@ -239,45 +236,20 @@ class Offsets:
 
 
 @dataclass
-class CompletionResponder(Responder):
+class CompletionResponder(ChoicesResponder):
+    prefix = "cmpl-"
+    whole = piece = "text_completion"
     begun: set[int] = field(default_factory=set)  # choices
     offsets: dict[int, Offsets] = field(default_factory=dict)  # of their tokens, by choice
 
-    def choice(self, index: int, request: Request) -> Body:
-        return self._piece(
-            index, request, request.text, request.logprobs, request.finish_reason, first=True
-        )
-
     def delta(self, index: int, request: Request, update: Update) -> Body:
-        first = index not in self.begun
-        return self._piece(
-            index, request, update.text, update.logprobs, update.finish_reason, first=first
-        )
-
-    def frames(self, index: int, request: Request, update: Update) -> str:
-        first = index not in self.begun
-        if first or self.options.prompt_only or not self.brings_text(request, update):
-            return super().frames(index, request, update)
-        return self.text_frame(index, update.text, _text_choice)
-
-    def _piece(
-        self,
-        index: int,
-        request: Request,
-        text: str,
-        entries: list[TokenLogprob],
-        reason: FinishReason | None,
-        *,
-        first: bool,
-    ) -> Body:
-        prompt = self.prompt_of(index)
-        echoing = first and self.options.echo
-        if self.options.prompt_only:
-            text, entries = "", []
+        prompt, first = self.prompts[index // self.num_choices], index not in self.begun
+        self.begun.add(index)
+        echoing = first and self.asked.echoes()
+        text, entries = ("", []) if self.prompt_only else (update.text, update.logprobs)
         echoed = ""
         if echoing:
             echoed = self.vocabulary.decode(prompt.tokens) if prompt.text is None else prompt.text
-        self.begun.add(index)
         logprobs, count = None, request.params.logprobs
         if count is not None:
             if first:
@@ -290,9 +262,15 @@ class CompletionResponder(Responder):
                 offsets = Offsets(stream).push(prompt.tokens) + offsets
                 known = [None, *request.prompt_logprobs, *entries]
             logprobs = self._logprobs(prompt.tokens[0], known, offsets, count)
-        body = _text_choice(index, echoed + text, logprobs, reason)
-        body |= {"prompt_token_ids": prompt.tokens} if first and self.options.token_ids else {}
+        body = _text_choice(index, echoed + text, logprobs, update.finish_reason)
+        body |= {"prompt_token_ids": prompt.tokens} if first and self.asked.return_token_ids else {}
         return body | (self.prompt_logprobs(request) if first else {})
+
+    def frames(self, index: int, request: Request, update: Update) -> str:
+        first = index not in self.begun
+        if first or self.prompt_only or not self.brings_text(request, update):
+            return super().frames(index, request, update)
+        return self.text_frame(index, update.text, _text_choice)
 
     def _stream(self, context: Sequence[int], *, hides: bool) -> TextStream:
         """Text without special tokens, or with them."""

@@ -6,25 +6,23 @@ from __future__ import annotations
 import bisect
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 
-from draftsmith.errors import UserError
-from draftsmith.serve.http.chat import chat_plan, new_call_id
-from draftsmith.serve.http.completions import answer, response_options
-from draftsmith.serve.http.errors import as_refusal
+from draftsmith.serve.http.chat import new_call_id
+from draftsmith.serve.http.completions import answer, planned
 from draftsmith.serve.http.responses import Body, Responder
-from draftsmith.serve.http.responses_body import NAMES, ResponsesRequest, chat_request
+from draftsmith.serve.http.responses_body import ResponsesRequest, chat_request
 from draftsmith.serve.http.schema import RequestMetrics, answers_of
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import sent_event
 from draftsmith.serve.requests.request import FinishReason, Request, Update
-from draftsmith.serve.tools.answer import AnswerForm, AnswerParser, Thinking
+from draftsmith.serve.tools.answer import AnswerForm, Thinking
 from draftsmith.serve.tools.call_format import AnswerPiece
 
 
@@ -33,25 +31,11 @@ def add_responses_endpoint(app: FastAPI, server: Server) -> None:
     async def responses(body: ResponsesRequest, request: HttpRequest) -> Response:
         model = server.check_model(body.model)
         chat = chat_request(body)
-
-        def api_name(name: str) -> str:
-            name = chat.api_name(name)
-            return NAMES.get(name, name)
-
-        try:
-            plan = await server.take_in(request, lambda: chat_plan(server, chat))
-        except UserError as error:
-            raise as_refusal(error, api_name=api_name) from error
+        plan = await planned(server, request, chat)
         responder = ResponsesResponder(
-            model,
-            server.vocabulary,
-            response_options(server, chat),
-            [plan.prompt],
-            prefix="resp",
-            asked=body,
-            form=plan.form,
+            model, server.vocabulary, chat, [plan.prompt], server.report, given=body, form=plan.form
         )
-        return await answer(server, request, chat, responder, plan, api_name=api_name)
+        return await answer(server, request, responder, plan)
 
 
 class InputDetails(BaseModel):
@@ -120,30 +104,23 @@ class ResponseBody(BaseModel):
 
 @dataclass
 class ResponsesResponder(Responder):
-    """`asked` is the request's body, `form` the way its answer is read."""
+    """`given` is the request's body, `form` the way its answer is read."""
 
-    asked: ResponsesRequest = field(default_factory=lambda: ResponsesRequest(input=""))
-    form: AnswerForm = field(default_factory=AnswerForm)
-    parser: AnswerParser = field(init=False)
-    items: OutputItems = field(default_factory=lambda: OutputItems(new_call_id))
+    prefix = "resp_"
+    last_frame = ""
+    given: ResponsesRequest = field(kw_only=True)
+    form: AnswerForm = field(kw_only=True)
     num_events: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.id = self.id.replace("-", "_")
-        self.parser = self.form.parser()
+        self.parser, self.items = self.form.parser(), OutputItems()
 
     def body(self, requests: Sequence[Request]) -> Body:
         (request,) = requests
         self._push(request.text, last=True)
         self.items.finish(whole=_is_whole(request))
         return self._response(request)
-
-    def choice(self, index: int, request: Request) -> Body:
-        raise NotImplementedError("a response has items and no choices")
-
-    def delta(self, index: int, request: Request, update: Update) -> Body:
-        raise NotImplementedError("a response has items and no choices")
 
     def openings(self, num_requests: int) -> list[Body]:
         kinds = ("response.created", "response.in_progress")
@@ -167,27 +144,22 @@ class ResponsesResponder(Responder):
     def frame(self, body: Body) -> str:
         return sent_event(body, body["type"])
 
-    last_frame: ClassVar[str] = ""
-
     def _numbered(self, events: list[Body]) -> list[Body]:
         begin, self.num_events = self.num_events, self.num_events + len(events)
         return [event | {"sequence_number": number} for number, event in enumerate(events, begin)]
 
     def _push(self, text: str, *, last: bool = False) -> list[Body]:
         """Events of text of the answer, which may be its last."""
-        events: list[Body] = []
-        for piece in self.parser.pieces(text, last=last):
-            shown = piece if self.options.reasoning else piece._replace(reasoning="")
-            events += self.items.push(shown)
-        return events
+        pieces = self.parser.pieces(text, last=last)
+        return [event for piece in pieces for event in self.items.push(piece)]
 
     def _response(self, request: Request | None) -> Body:
         """The response object; None while it is being made."""
-        asked, status = self.asked, "in_progress"
+        given, status = self.given, "in_progress"
         if request is not None:
             status = "completed" if _is_whole(request) else "incomplete"
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        known = asked.model_dump(exclude_none=True, by_alias=True)
+        known = given.model_dump(exclude_none=True, by_alias=True)
         return {
             "id": self.id,
             "object": "response",
@@ -196,20 +168,20 @@ class ResponsesResponder(Responder):
             "status": status,
             "error": None,
             "incomplete_details": cut,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "instructions": given.instructions,
+            "max_output_tokens": given.max_output_tokens,
+            "metadata": given.metadata or {},
             "model": self.model,
             "output": self.items.items if request is not None else [],
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": given.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None} | known.get("reasoning", {}),
             "store": False,
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "temperature": 1.0 if given.temperature is None else given.temperature,
             "text": {"format": {"type": "text"}} | known.get("text", {}),
             "tool_choice": known.get("tool_choice", "auto"),
             "tools": known.get("tools", []),
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_p": 1.0 if given.top_p is None else given.top_p,
             "truncation": "disabled",
             "usage": None if request is None else self._response_usage(request),
         } | ({} if request is None else self.metrics([request]))
@@ -260,15 +232,10 @@ OF_MESSAGES: Body = {"logprobs": []}
 
 
 class OutputItems:
-    """Items in the order of their first piece, each done before the next begins.
+    """Items in the order of their first piece, each done before the next begins."""
 
-    Args:
-        new_call_id: makes the `call_id` of a call.
-    """
-
-    def __init__(self, new_call_id: Callable[[], str]):
+    def __init__(self) -> None:
         self.items: list[Body] = []
-        self._new_call_id = new_call_id
         self._open = ""  # type of the last item, while it may still grow
         self._text = ""  # of the open item
 
@@ -303,7 +270,7 @@ class OutputItems:
             "status": "in_progress",
             **ITEM_KINDS[kind].fields,
         }
-        item |= {"call_id": self._new_call_id(), "name": name} if name else {}
+        item |= {"call_id": new_call_id(), "name": name} if name else {}
         self.items.append(item)
         return [self._item_event("added", dict(item)), *self._part_event("added")]
 

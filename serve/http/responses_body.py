@@ -141,6 +141,12 @@ NAMES = {
 }
 
 
+class ChatOfResponse(ChatRequest):
+    def api_name(self, name: str) -> str:
+        name = super().api_name(name)
+        return NAMES.get(name, name)
+
+
 def chat_request(body: ResponsesRequest) -> ChatRequest:
     """The chat request that asks for the same; raises `Refusal` where there is none."""
     # Not by pydantic's dump, which raises for what is nested deeper than 255.
@@ -157,7 +163,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         "chat_template_kwargs": body.chat_template_kwargs,
     }
     try:
-        return ChatRequest.model_validate(shared | fields)
+        return ChatOfResponse.model_validate(shared | fields)
     except ValidationError as error:
         refusal = validation_refusal(RequestValidationError(error.errors()))
         refusal.param = NAMES.get(refusal.param or "", refusal.param)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
@@ -150,20 +150,6 @@ def bad_word_tokens(
     return tuple(sequences)
 
 
-class Vocabulary(Protocol):
-    """The part of transformers' tokenizers that names tokens."""
-
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool | None = None,
-    ) -> str: ...
-
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> Sequence[str | bytes]: ...
-
-
 BYTES = {letter: number for number, letter in bytes_to_unicode().items()}
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -171,7 +157,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenTexts:
     """Texts and bytes of single tokens, as they are within a text."""
 
-    def __init__(self, vocabulary: Vocabulary):
+    def __init__(self, vocabulary: PreTrainedTokenizerBase):
         self.vocabulary = vocabulary
         self._texts: dict[int, str] = {}
 

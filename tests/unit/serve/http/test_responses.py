@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.serve.http.chat import ChatResponder
-from draftsmith.serve.http.responses import CompletionResponder, Responder, ResponseOptions
+from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest
+from draftsmith.serve.http.responses import ChoicesResponder, CompletionResponder
 from draftsmith.serve.http.tokens import TokenPrompt, TokenTexts
 from draftsmith.serve.requests.request import FinishReason, Request, TokenLogprob, Update
 from draftsmith.serve.sampling.params import SamplingParams
@@ -39,33 +40,44 @@ def updates(logprobs: int | None) -> list[Update]:
     return [Update([3], text, entries, end) for text, end in zip(TEXTS, ends, strict=True)]
 
 
-def responder(kind: str, options: ResponseOptions) -> Responder:
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+RUNNING = {"include_usage": True, "continuous_usage_stats": True}
+
+
+def chat_request(**asked: Any) -> ChatRequest:
+    return ChatRequest(messages=[{"role": "user", "content": "x"}], **asked)
+
+
+def responder(kind: str, asked: dict[str, Any]) -> ChoicesResponder:
     if kind == "completion":
-        return CompletionResponder('a "model"', Letters(), options, [PROMPT], 2)
+        body = CompletionRequest(prompt="p", n=2, **asked)
+        return CompletionResponder('a "model"', Letters(), body, [PROMPT])
     form = AnswerForm()
     if kind == "chat that reasons":
         form = AnswerForm(reasoning=ReasoningFormat("<a>", "</a>"), thinking=Thinking.MAYBE)
-    return ChatResponder('a "model"', Letters(), options, [PROMPT], 2, form=form)
+    return ChatResponder('a "model"', Letters(), chat_request(n=2, **asked), [PROMPT], form=form)
 
 
-@pytest.mark.parametrize("kind", ["completion", "chat", "chat that reasons"])
+KINDS = ["completion", "chat", "chat that reasons"]
+ASKED: list[dict[str, Any]] = [
+    {},
+    USAGE,
+    USAGE | {"stream_options": RUNNING},
+    {"return_token_ids": True},
+]
+OF_COMPLETIONS: list[dict[str, Any]] = [{"echo": True}, {"echo": True, "max_tokens": 0}]
+
+
 @pytest.mark.parametrize("logprobs", [None, 1])
 @pytest.mark.parametrize(
-    "options",
-    [
-        ResponseOptions(),
-        ResponseOptions(usage=True),
-        ResponseOptions(usage=True, running_usage=True),
-        ResponseOptions(token_ids=True),
-        ResponseOptions(echo=True),
-        ResponseOptions(prompt_only=True),
-    ],
+    "kind, asked",
+    [*itertools.product(KINDS, ASKED), *(("completion", asked) for asked in OF_COMPLETIONS)],
     ids=repr,
 )
 def test_a_chunk_has_the_bytes_of_its_body(
-    kind: str, logprobs: int | None, options: ResponseOptions
+    kind: str, logprobs: int | None, asked: dict[str, Any]
 ) -> None:
-    fast, whole = responder(kind, options), responder(kind, options)
+    fast, whole = responder(kind, asked), responder(kind, asked)
     fast.id, fast.created = whole.id, whole.created
     of = request(logprobs)
     for update in updates(logprobs):
@@ -76,15 +88,14 @@ def test_a_chunk_has_the_bytes_of_its_body(
 
 def answered(text: str, prompt: str, kind: str, sizes: list[int], stop: str = "") -> Any:
     """Logprobs of a completion, whole and as the pieces of a stream, and its text."""
-    tokenizer, options = ALL[kind], ResponseOptions()
+    tokenizer, asked = ALL[kind], CompletionRequest(prompt=prompt)
     context, tokens = (
         tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, text)
     )
     params = SamplingParams(logprobs=0)
     of = Request("r", [*context, *tokens], len(context), params, seed=0, k=0, max_tokens=99)
     whole, pieces = (
-        CompletionResponder("m", tokenizer, options, [TokenPrompt(context, prompt)], 1)
-        for _ in range(2)
+        CompletionResponder("m", tokenizer, asked, [TokenPrompt(context, prompt)]) for _ in range(2)
     )
     stream = TextStream(tokenizer, context=context, stop=[stop] if stop else ())
     streamed: Any = {"text": "", "text_offset": [], "tokens": []}
@@ -139,7 +150,7 @@ def test_bytes_of_tokens_join_to_the_text(kind: str) -> None:
 
 
 def test_entries_of_chat_logprobs_have_the_bytes_of_parts_of_characters() -> None:
-    answer = ChatResponder("m", TOKENIZER, ResponseOptions(), [PROMPT])
+    answer = ChatResponder("m", TOKENIZER, chat_request(), [PROMPT])
     of = request(logprobs=1)
     tokens = TOKENIZER("😀", add_special_tokens=False)["input_ids"]
     entries = [TokenLogprob(token, -1.0, [(token, -1.0)]) for token in tokens]
