@@ -138,23 +138,15 @@ class Generation(FormatFields, AnswerFields):
         return value
 
     @model_validator(mode="after")
-    def _options_need_a_stream(self) -> Generation:
+    def _fit_together(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError(
                 "stream_options is given without stream; set stream to true or leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _prompts_are_not_streamed(self) -> Generation:
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError(
                 "prompt_logprobs is given with stream; leave one of them out, or use echo"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _some_tokens(self) -> Generation:
         if self.most_tokens() == 0 and not self.echoes():
             raise ValueError(
                 "max_tokens is 0; ask for at least 1, or for the echo of a completion's prompt"
