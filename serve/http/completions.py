@@ -181,7 +181,6 @@ async def _stream(
         async for events in streams.rounds():
             now_s = time.monotonic()
             frames: list[str] = []
-            refusal: Refusal | None = None
             for index, request, update in events:
                 if index in updated_s:
                     metrics.updated(now_s - updated_s[index])
@@ -189,25 +188,20 @@ async def _stream(
                 if update.finish_reason is not None:
                     metrics.finished(request, num_choices=num_choices)
                     if (refusal := failure(request)) is not None:
-                        break
+                        yield "".join(frames).encode()
+                        raise refusal
                 # Also without text (half a character, say): a client measures the arrival of
                 # tokens by it.
                 frames.append(responder.frames(index, request, update))
-            if refusal is not None:
-                # The status line is long gone, so the error comes as an event, as OpenAI and vLLM
-                # send it.
-                frames.append(responder.frame(responder.failed(refusal.body())))
             yield "".join(frames).encode()
-            if refusal is not None:
-                break
-        else:
-            metrics.answered([request.num_output for request in streams.requests], num_choices)
-            if closings := responder.closings(streams.requests):
-                yield "".join(map(responder.frame, closings)).encode()
+        metrics.answered([request.num_output for request in streams.requests], num_choices)
+        if closings := responder.closings(streams.requests):
+            yield "".join(map(responder.frame, closings)).encode()
     except Refusal as late:
+        # The status line is long gone, so the error comes as an event, as OpenAI and vLLM send it.
         yield responder.frame(responder.failed(late.body())).encode()
     except Exception:
-        # The status line is gone here too, and a stream that only ends looks whole.
+        # Here too: a stream that only ends looks whole.
         log.exception("an answer's stream could not be built")
         yield responder.frame(responder.failed(unforeseen_failure().body())).encode()
     finally:
