@@ -8,7 +8,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from draftsmith.chats import ARGUMENTS
 
@@ -48,14 +48,6 @@ class AnswerPiece(NamedTuple):
     calls: tuple[CallPiece, ...] = ()
 
 
-class Mark(Protocol):
-    """Markers as Lark's syntax has them: see `template.Marks`."""
-
-    def __call__(self, marker: str) -> str: ...
-
-    def head(self, rule: str, marker: str) -> str: ...
-
-
 class Found(NamedTuple):
     """Calls that end before `end` of the text; none where what begins like a call is none."""
 
@@ -89,6 +81,31 @@ class CallText:
         return head
 
 
+ANY = "ANY: /(?s:.*)/\n"
+
+
+class Marks:
+    """Markers in Lark's syntax. `added` are the ids of the tokenizer's added tokens: as llguidance
+    has it no text spells most of these, so that a marker is its token or its characters."""
+
+    def __init__(self, added: Mapping[str, int]):
+        self.added = added
+
+    def token(self, marker: str) -> str:
+        """The marker's own token; "" where it has none."""
+        return f"<[{self.added[marker]}]>" if marker in self.added else ""
+
+    def __call__(self, marker: str) -> str:
+        token = self.token(marker)
+        return f"({quoted(marker)} | {token})" if token else quoted(marker)
+
+    def head(self, rule: str, marker: str) -> str:
+        """Rules of a text that ends with its first `marker`."""
+        token = self.token(marker)
+        rules = f"{rule}: {rule}_spelled{f' | ANY {token}' if token else ''}\n"
+        return rules + f"{rule}_spelled[suffix={quoted(marker)}]: ANY\n"
+
+
 class CallFormat(ABC):
     """One way to write tool calls."""
 
@@ -101,18 +118,18 @@ class CallFormat(ABC):
         """Calls at the beginning of the text, which is one of `starts`; None while more text may
         change what is found. With `text.final` it is decided."""
 
+    @abstractmethod
     def opened(self, text: CallText) -> OpenedCall | None:
         """The call at the beginning of the text whose arguments have begun, for answers whose
         grammar leaves nothing else."""
-        return None
 
     @abstractmethod
-    def calls(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
+    def calls(self, names: Sequence[str], mark: Marks, *, parallel: bool) -> str:
         """Lark rules of `calls`, one call or, if `parallel`, one and more; the arguments of call i
         are the rule `args_i`."""
 
     @abstractmethod
-    def free(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
+    def free(self, names: Sequence[str], mark: Marks, *, parallel: bool) -> str:
         """Lark rules of `free`: any text, with calls or without. The rules of `calls` come
         with them."""
 

@@ -12,7 +12,7 @@ from draftsmith.serve.tools.call_format import (
     CallFormat,
     CallText,
     Found,
-    Mark,
+    Marks,
     OpenedCall,
     ToolCallText,
     items,
@@ -66,13 +66,13 @@ class Hermes(CallFormat):
         match = OBJECT.match(text.text, len(HERMES_BEGIN))
         return None if match is None else OpenedCall(json.loads(match[1]), match.end())
 
-    def calls(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
+    def calls(self, names: Sequence[str], mark: Marks, *, parallel: bool) -> str:
         line, end = "\n", mark(HERMES_END)
         again = f" ({quoted(line)} one)*" if parallel else ""
         bodies = rules_of("body", names, lambda *call: f"{written(*call, around=line)} {end}")
         return f"calls: one{again}\none: {mark(HERMES_BEGIN)} body\n{bodies}"
 
-    def free(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
+    def free(self, names: Sequence[str], mark: Marks, *, parallel: bool) -> str:
         rule = "free: (head body)* ANY\n" if parallel else "free: ANY | head body\n"
         return rule + mark.head("head", HERMES_BEGIN) + self.calls(names, mark, parallel=parallel)
 
@@ -116,12 +116,12 @@ class Llama(CallFormat):
             return None  # another name makes it JSON that is no call
         return OpenedCall(name, match.end())
 
-    def calls(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
+    def calls(self, names: Sequence[str], mark: Marks, *, parallel: bool) -> str:
         again = f" ({quoted('; ')} one)*" if parallel else ""
         ones = rules_of("one", names, lambda *call: written(*call, key="parameters"))
         return f"calls: one{again}\n{ones}"
 
-    def free(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
+    def free(self, names: Sequence[str], mark: Marks, *, parallel: bool) -> str:
         # What begins like a call is one.
         return "free: OTHER | calls\nOTHER: /([^{\\s](?s:.*))?/\n" + self.calls(
             names, mark, parallel=parallel
@@ -173,10 +173,10 @@ class Mistral(CallFormat):
             return None
         return OpenedCall(match[1], match.end())
 
-    def calls(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
+    def calls(self, names: Sequence[str], mark: Marks, *, parallel: bool) -> str:
         return f"calls: {mark(BEGIN)} more\n" + self._rules(names, mark, parallel=parallel)
 
-    def _rules(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
+    def _rules(self, names: Sequence[str], mark: Marks, *, parallel: bool) -> str:
         """Rules of `more`: calls behind the first marker."""
         if self.arrays:
             again = f" ({quoted(', ')} one)*" if parallel else ""
@@ -187,7 +187,7 @@ class Mistral(CallFormat):
             "one", names, lambda name, arguments: f"{quoted(name)} {mark(ARGS)} {arguments}"
         )
 
-    def free(self, names: Sequence[str], mark: Mark, *, parallel: bool) -> str:
+    def free(self, names: Sequence[str], mark: Marks, *, parallel: bool) -> str:
         return (
             "free: ANY | calls_behind\ncalls_behind: head more\n"
             + mark.head("head", BEGIN)

@@ -18,7 +18,7 @@ from draftsmith.serve.tools.answer import (
     Thinking,
     reasoning_format_of,
 )
-from draftsmith.serve.tools.call_format import CallFormat, Tool, quoted
+from draftsmith.serve.tools.call_format import ANY, CallFormat, Marks, Tool
 from draftsmith.serve.tools.formats import ARGS, Hermes, Llama, Mistral
 
 AUTO, NONE = "auto", "none"
@@ -95,31 +95,6 @@ class ChatTemplate:
                 "model whose template takes tools"
             )
         return self.calls
-
-
-ANY = "ANY: /(?s:.*)/\n"
-
-
-class Marks:
-    """Markers in Lark's syntax. `added` are the ids of the tokenizer's added tokens: as llguidance
-    has it no text spells most of these, so that a marker is its token or its characters."""
-
-    def __init__(self, added: Mapping[str, int]):
-        self.added = added
-
-    def token(self, marker: str) -> str:
-        """The marker's own token; "" where it has none."""
-        return f"<[{self.added[marker]}]>" if marker in self.added else ""
-
-    def __call__(self, marker: str) -> str:
-        token = self.token(marker)
-        return f"({quoted(marker)} | {token})" if token else quoted(marker)
-
-    def head(self, rule: str, marker: str) -> str:
-        """Rules of a text that ends with its first `marker`."""
-        token = self.token(marker)
-        rules = f"{rule}: {rule}_spelled{f' | ANY {token}' if token else ''}\n"
-        return rules + f"{rule}_spelled[suffix={quoted(marker)}]: ANY\n"
 
 
 def call_grammar(

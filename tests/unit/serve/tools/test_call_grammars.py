@@ -14,9 +14,9 @@ from draftsmith.errors import UserError
 from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.grammar_matcher import GrammarCompiler
 from draftsmith.serve.tools.answer import THINK, AnswerForm, Thinking, joined
-from draftsmith.serve.tools.call_format import CallFormat, Tool
+from draftsmith.serve.tools.call_format import CallFormat, Marks, Tool
 from draftsmith.serve.tools.formats import Hermes, Llama, Mistral
-from draftsmith.serve.tools.template import Marks, after_reasoning, call_grammar
+from draftsmith.serve.tools.template import after_reasoning, call_grammar
 
 FORMATS: dict[str, CallFormat] = {
     "hermes": Hermes(),
