@@ -81,11 +81,11 @@ class AuditClient:
         try:
             listed = http.get("/v1/models").raise_for_status().json()["data"]
             client = cls(http, model or listed[0]["id"], config.concurrency)
-            entries = [entry for entry in listed if entry["id"] == client.model]
-            client.controls_rounds = any(entry.get("owned_by") == "draftsmith" for entry in entries)
-            client.draft_depth = next((entry.get("max_draft_depth") for entry in entries), None)
-            client.max_length = next((entry.get("max_model_len") for entry in entries), None)
-            client.draft_tokens = next((entry.get("max_draft_tokens", 0) for entry in entries), 0)
+            entry: dict[str, Any] = next((one for one in listed if one["id"] == client.model), {})
+            client.controls_rounds = entry.get("owned_by") == "draftsmith"
+            client.draft_depth = entry.get("max_draft_depth")
+            client.max_length = entry.get("max_model_len")
+            client.draft_tokens = entry.get("max_draft_tokens", 0)
             return client
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise UserError(

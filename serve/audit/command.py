@@ -34,7 +34,6 @@ from draftsmith.serve.audit.report import Check, Report
 from draftsmith.serve.audit.samples import (
     BONUS,
     NOTHING_PLANTED,
-    UNDRAFTED,
     UNKNOWN,
     Depths,
     depth_shares,
@@ -223,19 +222,15 @@ def sampled_checks(
     config: AuditConfig, tokens: AuditTokens, depths: Depths, counted: AuditCounters | None
 ) -> list[Check]:
     """Checks of every group of tokens and of all of them; the false alarm is shared out evenly."""
-    wanted = wanted_depths(config.k) if depths.reported else []
-    groups = sorted(
-        {UNDRAFTED, *wanted, *tokens.depths.tolist()}, key=lambda depth: (depth == BONUS, depth)
-    )
-    threshold = math.log((len(groups) + 1) / config.false_alarm)
+    threshold = math.log((len(depths.groups) + 1) / config.false_alarm)
     checks = {
         depth: group_check(config, tokens.at(depth), group_name(depth), threshold)
-        for depth in groups
+        for depth in depths.groups
     }
     together = group_check(config, tokens, TOGETHER, threshold)
     unseen = [
         depth
-        for depth in wanted
+        for depth in depths.wanted
         if checks[depth].passed and checks[depth].evidence["detectable_bias"] > config.bias
     ]
     ask = what_to_ask(config, {depth: checks[depth] for depth in unseen})

@@ -54,24 +54,22 @@ def greedy_checks(
     for index, context in enumerate(contexts):
         say(f"greedy text of context {index}, of {len(contexts)} contexts")
         tokens = continuation(client, config, context)
-        texts = [(*context, *tokens[:place]) for place in range(len(tokens))]
-        distributions.fetch(texts)
-        known += [distributions[text] for text in texts]
-        checks.append(
-            identity_check(config, tokens, [distributions[text] for text in texts], index)
-        )
+        found = distributions.after([(*context, *tokens[:place]) for place in range(len(tokens))])
+        known += found
+        checks.append(identity_check(config, tokens, found, index))
         if plain is not None:
             name = f"greedy text against plain decoding, context {index}"
-            gaps = [distributions[text].top_gap for text in texts]
+            gaps = [distribution.top_gap for distribution in found]
             other = continuation(plain, config, context)
             checks.append(fork_check(config, name, tokens, other, gaps.__getitem__, of="plain"))
     return [*checks, slip_control(config, known)]
 
 
-def continuation(client: AuditClient, config: AuditConfig, context: Text) -> list[int]:
-    return client.complete(
-        list(context), max_tokens=config.greedy_tokens, temperature=0.0, ignore_eos=True
-    ).tokens
+def continuation(
+    client: AuditClient, config: AuditConfig, context: Text, **penalties: float
+) -> list[int]:
+    options = {"max_tokens": config.greedy_tokens, "temperature": 0.0, "ignore_eos": True}
+    return client.complete(list(context), **options, **penalties).tokens
 
 
 def identity_check(
@@ -166,9 +164,9 @@ def together_checks(
     asked = requests(config, client, contexts)
     longest = max(len(one.text) for one in asked)
     say(f"{len(asked)} greedy texts behind up to {longest} tokens, each alone, then together")
-    alone = [answer(client, config, one) for one in asked]
+    alone = [continuation(client, config, one.text, **one.penalties) for one in asked]
     crowd = replace(client, concurrency=len(asked))
-    beside = crowd.map(lambda one: answer(client, config, one), asked)
+    beside = crowd.map(lambda one: continuation(client, config, one.text, **one.penalties), asked)
     checks = []
     for one, theirs, ours in zip(asked, alone, beside, strict=True):
         margin = partial(distance, distributions, one, theirs, ours)
@@ -188,16 +186,6 @@ def requests(
     return [AskedTogether(text, given) for text in lengths for given in (NONE, PENALTIES)]
 
 
-def answer(client: AuditClient, config: AuditConfig, asked: AskedTogether) -> list[int]:
-    return client.complete(
-        list(asked.text),
-        max_tokens=config.greedy_tokens,
-        temperature=0.0,
-        ignore_eos=True,
-        **asked.penalties,
-    ).tokens
-
-
 def distance(
     distributions: DistributionBook,
     asked: AskedTogether,
@@ -206,9 +194,8 @@ def distance(
     place: int,
 ) -> float:
     """Difference of the two tokens' penalised logprobs; infinite where one is not listed."""
-    prefix = (*asked.text, *alone[:place])
-    distributions.fetch([prefix])
-    distribution, written = distributions[prefix], Counter(alone[:place])
+    (distribution,) = distributions.after([(*asked.text, *alone[:place])])
+    written = Counter(alone[:place])
     values = []
     for token in (alone[place], beside[place]):
         if token not in distribution.ids:

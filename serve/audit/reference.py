@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -33,13 +33,10 @@ class CoarseDistribution:
     top_gap: float
 
     @property
-    def tail(self) -> float:
-        return max(0.0, 1.0 - sum(self.probs))
-
-    @property
     def rest(self) -> float:
-        """The tail, 0 where it is rounding."""
-        return self.tail if self.tail > 1e-9 else 0.0
+        """Probability of the tail, 0 where it is rounding."""
+        tail = 1.0 - sum(self.probs)
+        return tail if tail > 1e-9 else 0.0
 
 
 class Path(NamedTuple):
@@ -50,12 +47,6 @@ class Path(NamedTuple):
     begin: int
 
 
-class ReferenceSource(Protocol):
-    def along(self, paths: Sequence[Path]) -> list[list[CoarseDistribution]]:
-        """The distributions after `text[:begin]`, `text[:begin + 1]`, ..., `text` of each path."""
-        ...
-
-
 class DistributionBook:
     """Distributions by text, each requested once."""
 
@@ -63,8 +54,9 @@ class DistributionBook:
         self.source = source
         self.known: dict[Text, CoarseDistribution] = {}
 
-    def fetch(self, texts: Iterable[Text]) -> None:
+    def after(self, texts: Sequence[Text]) -> list[CoarseDistribution]:
         self.fetch_along(Path(text, len(text)) for text in texts)
+        return [self.known[text] for text in texts]
 
     def fetch_along(self, paths: Iterable[Path]) -> None:
         """Fetch the distributions of all prefixes of each path, which costs one pass per text."""
@@ -82,12 +74,6 @@ class DistributionBook:
 
     def __getitem__(self, text: Text) -> CoarseDistribution:
         return self.known[text]
-
-
-def distribution_source(config: AuditConfig, client: AuditClient) -> ReferenceSource:
-    if config.target is None:
-        return ServerDistributions(config, client)
-    return TargetDistributions(config, client.max_length)
 
 
 def reference_exists(config: AuditConfig) -> bool:
@@ -116,6 +102,7 @@ class ServerDistributions:
         self.echoes = True  # until the server leaves out the logprobs of a prompt
 
     def along(self, paths: Sequence[Path]) -> list[list[CoarseDistribution]]:
+        """The distributions after `text[:begin]`, `text[:begin + 1]`, ..., `text` of each path."""
         return self.client.map(self._along, paths)
 
     def _after(self, text: Text) -> CoarseDistribution:
@@ -182,6 +169,7 @@ class TargetDistributions:
         )
 
     def along(self, paths: Sequence[Path]) -> list[list[CoarseDistribution]]:
+        """As those of a server."""
         found: dict[Path, list[CoarseDistribution]] = {}
         for length in sorted({len(path.text) for path in paths}):
             alike = [path for path in paths if len(path.text) == length]
@@ -203,6 +191,15 @@ class TargetDistributions:
         likeliest = logits.log_softmax(-1).topk(2, dim=-1).values
         ids = torch.arange(logits.shape[-1]).expand_as(logits)
         return _filtered(logits, ids, self.config, (likeliest[:, 0] - likeliest[:, 1]).tolist())
+
+
+ReferenceSource = ServerDistributions | TargetDistributions
+
+
+def distribution_source(config: AuditConfig, client: AuditClient) -> ReferenceSource:
+    if config.target is None:
+        return ServerDistributions(config, client)
+    return TargetDistributions(config, client.max_length)
 
 
 def _filtered(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -144,15 +144,15 @@ def paths(samples: Sequence[Samples]) -> Iterator[Path]:
 
 
 def followers(
-    samples: Sequence[Samples], included: Callable[[int, int, int], bool] | None = None
+    samples: Sequence[Samples], depths: Depths | None = None, depth: int = 0
 ) -> dict[Text, Counter[int]]:
-    """Counts of the tokens that followed each text; `included(context, continuation, index)`
-    selects among them, all by default."""
+    """Counts of the tokens that followed each text; of `depths`, where they are given, those at
+    `depth` alone."""
     found: dict[Text, Counter[int]] = {}
     for number, (context, continuations, _) in enumerate(samples):
         for index, tokens in enumerate(continuations):
             for length, token in enumerate(tokens):
-                if included is None or included(number, index, length):
+                if depths is None or depths.nested[number][index][length] == depth:
                     found.setdefault((*context, *tokens[:length]), Counter())[token] += 1
     return found
 
@@ -172,12 +172,18 @@ class Depths:
 
     nested: list[list[list[int]]]
     reported: bool  # by the server
+    wanted: Sequence[int] = ()  # that are to be seen, where the server reports any
     offered: int = 0  # draft tokens of all rounds
     deepest: int = 0  # the most that a round offered
 
     @property
     def flat(self) -> list[int]:
         return list(chain.from_iterable(chain.from_iterable(self.nested)))
+
+    @property
+    def groups(self) -> list[int]:
+        found = {UNDRAFTED, *self.wanted, *self.flat}
+        return sorted(found, key=lambda depth: (depth == BONUS, depth))
 
 
 def depths_of(samples: Sequence[Samples], k: int | None) -> Depths:
@@ -197,7 +203,13 @@ def depths_of(samples: Sequence[Samples], k: int | None) -> Depths:
     offered = [
         count for report in reports if report is not None for count in report["per_step_drafted"]
     ]
-    return Depths(nested, reported=True, offered=sum(offered), deepest=max(offered, default=0))
+    return Depths(
+        nested,
+        reported=True,
+        wanted=wanted_depths(k),
+        offered=sum(offered),
+        deepest=max(offered, default=0),
+    )
 
 
 def reported_depths(report: dict[str, Any], count: int, k: int | None = None) -> list[int]:
@@ -260,17 +272,16 @@ def two_sample_checks(
         temperature=CONTROL_TEMPERATURE * config.temperature,
     )
     broken = list(draw_samples(plain, warmer, contexts))
-    wanted = wanted_depths(config.k) if depths.reported else []
-    groups = sorted({UNDRAFTED, *wanted, *depths.flat}, key=lambda depth: (depth == BONUS, depth))
-    alarm = config.false_alarm / len(groups)
+    alarm = config.false_alarm / len(depths.groups)
     checks = []
-    for depth in groups:
+    for depth in depths.groups:
         fit = same_distribution(samples, without, depths, depth)
         check = fit_check(f"{group_name(depth)}, against plain samples", "check", fit, alarm)
         # A bias at one depth alone is that much smaller among all tokens.
         share = least_share(config, depths, counted) if depth == UNKNOWN else 1.0
         small = check.evidence["detectable_bias"] <= config.bias * share
-        blind = check.passed and not small and (depth in wanted or depth == UNKNOWN or check.blind)
+        matters = depth in depths.wanted or depth == UNKNOWN or check.blind
+        blind = check.passed and not small and matters
         checks.append(replace(check, blind=blind, ask=ASK if blind else ""))
     worst = same_distribution(broken, without)
     return [
@@ -295,14 +306,7 @@ def same_distribution(
 ) -> Fit:
     """Test of homogeneity of the tokens after each prefix, summed over prefixes; of `ours` only
     tokens at `depth` where `depths` are given."""
-    nested = None if depths is None else depths.nested
-    first = followers(
-        ours,
-        None
-        if nested is None
-        else lambda number, index, length: nested[number][index][length] == depth,
-    )
-    second = followers(theirs)
+    first, second = followers(ours, depths, depth), followers(theirs)
     fits = []
     for text in first.keys() & second.keys():
         tokens = sorted(first[text].keys() | second[text].keys())

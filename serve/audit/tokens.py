@@ -3,6 +3,7 @@ which the audit must detect."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -103,14 +104,12 @@ def detectable(tokens: AuditTokens, threshold: float, seed: int, share: float = 
     """Smallest planted bias whose evidence reaches `threshold`, as the mean total variation of the
     tokens that have it, a `share` of all; 1 where the largest is not detected."""
     planting = Planting(tokens, seed, share)
-    low, high = 0, STEPS  # a bias at `low` is detected (once one is), at `high` is not
-    while low < high:
-        middle = (low + high) // 2
-        if tokens.evidence(planting.drawn(2 ** (-middle / 2))) >= threshold:
-            low = middle + 1
-        else:
-            high = middle
-    return 1.0 if low == 0 else planting.bias(2 ** (-(low - 1) / 2))
+
+    def is_missed(step: int) -> bool:
+        return tokens.evidence(planting.drawn(2 ** (-step / 2))) < threshold
+
+    num_seen = bisect.bisect_left(range(STEPS), True, key=is_missed)
+    return planting.bias(2 ** (-(num_seen - 1) / 2)) if num_seen else 1.0
 
 
 class Planting:
