@@ -1,6 +1,6 @@
 """Parts of request bodies: the strict base of all; formats of answers (`response_format`,
-`structured_outputs`) and the grammars they compile to; fields that cannot change an answer, which
-to ignore is to honour; messages, as OpenAI has them and as chat templates take them; tools."""
+`structured_outputs`) and the grammars they compile to; messages, as OpenAI has them and as chat
+templates take them; tools."""
 
 from __future__ import annotations
 
@@ -176,24 +176,6 @@ def _is_off(value: bool) -> bool:
 
 
 Off = Annotated[bool, AfterValidator(_is_off)]
-
-
-class AcceptedFields(StrictModel):
-    """Bookkeeping of the client and hints about caches, speed and price."""
-
-    user: Text | None = None
-    safety_identifier: Text | None = None
-    metadata: JsonObject | None = None
-    store: bool | None = None
-    service_tier: Text | None = None
-    prompt_cache_key: Text | None = None
-    prompt_cache_options: JsonObject | None = None
-    prompt_cache_retention: Text | None = None
-
-
-class AcceptedChatFields(AcceptedFields):
-    modalities: Many[Literal["text"]] | None = None
-    prediction: JsonObject | None = None  # of the answer's text, a hint about speed
 
 
 class TextPart(StrictModel):

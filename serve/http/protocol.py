@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -16,10 +16,9 @@ from pydantic import (
 )
 
 from draftsmith.serve.http.bodies import (
-    AcceptedChatFields,
-    AcceptedFields,
     ConversationBody,
     FormatFields,
+    JsonObject,
     Many,
     Off,
     StrictModel,
@@ -67,7 +66,7 @@ class StreamOptions(StrictModel):
     include_obfuscation: Off | None = None
 
 
-class AnswerFields(AcceptedFields):
+class AnswerFields(StrictModel):
     """Parameters that are the same in all endpoints that answer."""
 
     model: Text | None = None  # default: the one that is served
@@ -77,6 +76,16 @@ class AnswerFields(AcceptedFields):
     stream: bool | None = None
     speculation: Speculation = Field(default_factory=Speculation)
     request_class: Annotated[Text, Field(max_length=128)] = ""
+    # Bookkeeping of the client, and hints about caches, speed and price: to ignore them is to
+    # honour them.
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    metadata: JsonObject | None = None
+    store: bool | None = None
+    service_tier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_options: JsonObject | None = None
+    prompt_cache_retention: Text | None = None
 
 
 class Generation(FormatFields, AnswerFields):
@@ -257,13 +266,15 @@ class CompletionRequest(Generation):
         return bool(self.echo)
 
 
-class ChatRequest(Generation, ConversationBody, ToolFields, AcceptedChatFields):
+class ChatRequest(Generation, ConversationBody, ToolFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, bounds("logprobs")] | None = None
     include_reasoning: bool | None = None  # as vLLM: false leaves the reasoning out of the answer
     reasoning_effort: Text | None = None
     verbosity: Text | None = None
+    modalities: Many[Literal["text"]] | None = None
+    prediction: JsonObject | None = None  # of the answer's text, a hint about speed
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
