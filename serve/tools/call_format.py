@@ -109,6 +109,8 @@ class Marks:
 class CallFormat(ABC):
     """One way to write tool calls."""
 
+    signs: tuple[str, ...]  # texts of a chat template that show the format
+    others: tuple[str, ...] = ()  # texts that show another one, which has `signs` too
     markers: tuple[str, ...]  # texts that a tokenizer may hold as one special token
     starts: tuple[str, ...]  # texts with which a call begins
     leading: bool = False  # calls stand at the beginning of an answer alone

@@ -41,6 +41,7 @@ LONGEST = LONGEST_NAME + 64  # with its marks and space
 class Hermes(CallFormat):
     """`<tool_call>`, a JSON object, `</tool_call>`; Qwen's too."""
 
+    signs, others = (HERMES_BEGIN,), ("<function=", "<arg_key>")
     markers = (HERMES_BEGIN, HERMES_END)
     starts = (HERMES_BEGIN,)
 
@@ -81,6 +82,7 @@ class Llama(CallFormat):
     """JSON objects with `name` and `parameters` at the beginning of the answer, with
     `<|python_tag|>` before them or without, with `;` between them."""
 
+    signs = (LLAMA_TAG, '"parameters": dictionary of')
     markers = (LLAMA_TAG,)
     starts = (LLAMA_TAG, "{")
     leading = True
@@ -133,7 +135,7 @@ class Mistral(CallFormat):
     call. `arrays`: the format in which a grammar has calls written. Both are read."""
 
     markers = (BEGIN, CALL_ID, ARGS)
-    starts = (BEGIN,)
+    signs = starts = (BEGIN,)
 
     def __init__(self, *, arrays: bool = True):
         self.arrays = arrays

@@ -4,7 +4,7 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,12 +22,7 @@ from draftsmith.serve.tools.call_format import ANY, CallFormat, Marks, Tool
 from draftsmith.serve.tools.formats import ARGS, Hermes, Llama, Mistral
 
 AUTO, NONE = "auto", "none"
-# Texts of a template that show the format, and texts that show another one which has them too.
-SIGNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "hermes": (("<tool_call>",), ("<function=", "<arg_key>")),
-    "mistral": (("[TOOL_CALLS]",), ()),
-    "llama3_json": (("<|python_tag|>", '"parameters": dictionary of'), ()),
-}
+FORMATS: dict[str, type[CallFormat]] = {"hermes": Hermes, "mistral": Mistral, "llama3_json": Llama}
 
 
 class ChatTemplate:
@@ -62,19 +57,14 @@ class ChatTemplate:
 
     def _calls(self, name: str) -> CallFormat | None:
         if name == AUTO:
-            name = next((one for one in SIGNS if self._shows(*SIGNS[one])), NONE)
-        if name == NONE:
-            return None
-        formats: dict[str, CallFormat] = {
-            "hermes": Hermes(),
-            "llama3_json": Llama(),
-            "mistral": Mistral(arrays=ARGS not in self.source),
-        }
-        return formats[name]
+            name = next((one for one in FORMATS if self._shows(FORMATS[one])), NONE)
+        if name == "mistral":
+            return Mistral(arrays=ARGS not in self.source)
+        return None if name == NONE else FORMATS[name]()
 
-    def _shows(self, signs: tuple[str, ...], others: tuple[str, ...]) -> bool:
-        return any(sign in self.source for sign in signs) and not any(
-            other in self.source for other in others
+    def _shows(self, format: type[CallFormat]) -> bool:
+        return any(sign in self.source for sign in format.signs) and not any(
+            other in self.source for other in format.others
         )
 
     def _reasoning(self, name: str) -> ReasoningFormat | None:
