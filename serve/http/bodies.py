@@ -78,12 +78,8 @@ class JsonObjectFormat(StrictModel):
 
 
 class JsonSchema(StrictModel):
-    # "schema" would hide a method of pydantic's, which only warns about it.
-    model_config = ConfigDict(
-        extra="forbid", strict=True, protected_namespaces=(), populate_by_name=False
-    )
-
     name: Text
+    # "schema" would hide a method of pydantic's, which only warns about it.
     schema_: JsonObject = Field(alias="schema")
     description: Text | None = None
     strict: bool | None = None  # true or not, the schema is always held
@@ -99,8 +95,6 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 class StructuredOutputs(StrictModel):
     """vLLM's field: exactly one of `KINDS`. A grammar is in Lark's syntax."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     json_: JsonObject | Text | None = Field(None, alias="json")
     regex: Text | None = None

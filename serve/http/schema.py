@@ -228,30 +228,20 @@ def describe(app: FastAPI, *, model: str, guarded: bool) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            for path in schema["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
             components = schema["components"]
             for name in ("HTTPValidationError", "ValidationError"):
                 components["schemas"].pop(name, None)
-            _name_model(components["schemas"], model)
+            # The model's name as an example, for clients that read only the schema.
+            for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest"):
+                components["schemas"][name]["properties"]["model"]["examples"] = [model]
             if guarded:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-                _guard(schema)
+            for path in schema["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+                    if guarded and "401" in operation["responses"]:
+                        operation["security"] = [{"key": []}]
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = openapi
-
-
-def _name_model(schemas: dict[str, Any], model: str) -> None:
-    """Set the model's name as an example, for clients that read only the schema."""
-    for name in ("CompletionRequest", "ChatRequest", "ResponsesRequest"):
-        schemas[name]["properties"]["model"]["examples"] = [model]
-
-
-def _guard(schema: dict[str, Any]) -> None:
-    for path in schema["paths"].values():
-        for operation in path.values():
-            if "401" in operation["responses"]:
-                operation["security"] = [{"key": []}]
