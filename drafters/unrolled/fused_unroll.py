@@ -1,135 +1,191 @@
-"""Attention of one step of an unroll by torch's fused attention for CPUs, without a score in memory
-for each pair of columns.
+"""Attention of training passes by torch's fused attention for CPUs, without a score in memory for
+each pair of columns.
 
 What a query sees falls into parts: true keys, which fused attention takes by slices (all, causal,
-or bands of a window), and keys of its own chain, one of each later step, which are elementwise
-products (or of its block, which `blocks/block_unroll.py` computes). Each part gives an output and
-the log of its sum of exponentials, by which the outputs are merged. The backward pass of a part
-needs the merged output and sum alone, as in ring attention.
+or bands of a window), and the few keys of its own column, which are products of small matrices.
+Each part gives an output and the log of its sum of exponentials, by which the outputs are merged.
+The backward pass of a part needs the merged output and sum alone, as in ring attention.
 
-Legend: B rows, L columns, N queries, D width of a head; keys are [B, kv_heads, L, D].
+Legend: B rows, L columns, N columns with queries, S queries of a column, O own keys of it, G
+queries a key-value head, D width of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask
 
 from draftsmith.drafters.target.packed_pass import band_mask, bands, stretches_of
-from draftsmith.kernels.dispatch import reads_freely
+from draftsmith.kernels.dispatch import autocast
 
 
-def fused_attention(
+@dataclass(eq=False)
+class Geometry:
+    """Bounds of what the queries of a pass see, some at every column from `first` on: at column t
+    the true keys of the columns up to t - `step`, and the own keys of t, of which the last ones
+    stand at the queries' places."""
+
+    segments: torch.Tensor | None  # [B, length]
+    length: int  # columns of the true keys
+    first: int
+    step: int
+    num_own: int
+    window: int | None
+    slots: int = 1  # queries of a column; each stands one place behind the one before
+    causal: bool = True  # whether a query sees no own key behind its place
+    mask: BlockMask | None = None  # of flex_attention, once it is made
+
+    @cached_property
+    def spans(self) -> list[KeySpan]:
+        """Texts, and padding, of all rows. Waits for the device of `segments`."""
+        if self.segments is None:
+            return [KeySpan(slice(None), 0, self.length)]
+        return [
+            KeySpan(slice(row, row + 1), begin, end)
+            for row, stretches in enumerate(stretches_of(self.segments))
+            for begin, end, _ in stretches
+        ]
+
+    @property
+    def is_chain(self) -> bool:
+        """True for a query alone at its column: products of so little are sums over its few own
+        keys, which are faster than many small matrices."""
+        return self.slots == 1 and self.num_own > 0
+
+    def hidden_own(self, device: torch.device) -> torch.Tensor:
+        """[S, O] True where a query does not see an own key."""
+        ahead = self.num_own - self.slots
+        back = torch.arange(self.slots, device=device)[:, None] + ahead
+        back = back - torch.arange(self.num_own, device=device)
+        hidden = back < 0 if self.causal else torch.zeros_like(back, dtype=torch.bool)
+        return hidden if self.window is None else hidden | (back >= self.window)
+
+    def parts(self, like: torch.Tensor) -> Iterator[KeyPart]:
+        """Parts of the true keys, for queries [B, heads * S, N, D]. The window of each query ends
+        with the query."""
+        if self.window is None:
+            yield from parts_of(self, None, like)
+            return
+        for slot in range(self.slots):
+            for part in parts_of(self, self.window - slot, like):
+                rows, _, places = part.queries
+                yield part._replace(queries=(rows, slice(slot, None, self.slots), places))
+
+
+def fused(
     query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
+    own: tuple[torch.Tensor, torch.Tensor],
+    true: tuple[torch.Tensor, torch.Tensor],
     geometry: Geometry,
 ) -> torch.Tensor:
-    """Scaled queries [B, heads, N, D] of the newest step -> [B, heads, N, D]."""
-    return _Fused.apply(query, geometry, *keys, *values)
+    """Scaled queries [B, heads, N * S, D], own keys and values [B, kv_heads, N, O, D], and the true
+    ones [B, kv_heads, L, D] -> [B, heads, N * S, D]."""
+    by_column = query.unflatten(2, (-1, geometry.slots)).transpose(2, 3).flatten(1, 2)
+    # Autocast would take the products with own keys, which are in more digits, for others.
+    with autocast(query.device, enabled=False):
+        found = _Fused.apply(by_column, *own, *true, geometry)
+    return found.unflatten(1, (-1, geometry.slots)).transpose(2, 3).flatten(2, 3)
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, geometry: Geometry, *states: torch.Tensor
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        true_key: torch.Tensor,
+        true_value: torch.Tensor,
+        geometry: Geometry,
     ) -> torch.Tensor:
-        keys, values = states[: len(states) // 2], states[len(states) // 2 :]
-        output, total = _Chain(query, keys, values, geometry).forward()
-        parts = list(parts_of(geometry, query))
-        add_parts(output, total, query, keys[0], values[0], parts)
+        output, total = _Own(query, key, value, geometry).forward()
+        parts = list(geometry.parts(query))
+        add_parts(output, total, query, true_key, true_value, parts)
         output = output.to(query.dtype)
         ctx.geometry, ctx.parts = geometry, parts
-        ctx.save_for_backward(query, output, total, *states)
+        ctx.save_for_backward(query, key, value, true_key, true_value, output, total)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, output, total, *states = ctx.saved_tensors
-        keys, values = states[: len(states) // 2], states[len(states) // 2 :]
-        chain = _Chain(query, keys, values, ctx.geometry)
-        of_query, *of_chain = chain.backward(gradient, output, total)
-        true = (query, keys[0], values[0])
+        query, key, value, true_key, true_value, output, total = ctx.saved_tensors
+        own = _Own(query, key, value, ctx.geometry)
+        of_query, *of_own = own.backward(gradient, output, total)
+        true = (query, true_key, true_value)
         of_true = add_gradients(of_query, true, gradient, output, total, ctx.parts)
-        of_states: list[torch.Tensor | None] = []
-        for first, later in zip(of_true, of_chain, strict=True):
-            of_states.append(first.to(query.dtype))
-            of_states += (
-                later[at].squeeze(2).to(query.dtype) if at in later else None
-                for at in range(1, len(keys))
-            )
-        return of_query.to(query.dtype), None, *of_states
+        return *(one.to(query.dtype) for one in (of_query, *of_own, *of_true)), None
 
 
-class _Chain:
-    """Keys of the later steps that a query sees: one each, so many columns back as steps have
-    passed since."""
+def scores_of(rows: torch.Tensor, keys: torch.Tensor, *, is_chain: bool) -> torch.Tensor:
+    """[..., R, D] x [..., O, D] -> [..., R, O]."""
+    if is_chain:
+        each = [(rows * key.unsqueeze(-2)).sum(dim=-1) for key in keys.unbind(-2)]
+        return torch.stack(each, dim=-1)
+    return rows @ keys.transpose(-1, -2)
+
+
+def mixed(weights: torch.Tensor, values: torch.Tensor, *, is_chain: bool) -> torch.Tensor:
+    """[..., R, O] x [..., O, D] -> [..., R, D]."""
+    if is_chain:
+        pairs = zip(weights.unbind(-1), values.unbind(-2), strict=True)
+        return sum(weight.unsqueeze(-1) * value.unsqueeze(-2) for weight, value in pairs)
+    return weights @ values
+
+
+class _Own:
+    """Keys of a query's own column. Queries, outputs and sums are [B, heads * S, N, ...]."""
 
     def __init__(
-        self,
-        query: torch.Tensor,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-        geometry: Geometry,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, geometry: Geometry
     ):
-        self.step, self.precise = geometry.step, torch.promote_types(query.dtype, torch.float32)
-        # [B, kv_heads, G, N, D]
-        self.query = query.to(self.precise).unflatten(1, (keys[0].shape[1], -1))
-        oldest = 1 if geometry.window is None else max(1, self.step + 1 - geometry.window)
-        self.seen = range(oldest, self.step + 1)
-        self.keys, self.values = (
-            {later: states[later].to(self.precise)[:, :, None] for later in self.seen}
-            for states in (keys, values)
-        )
+        self.precise = torch.promote_types(query.dtype, torch.float32)
+        self.slots, self.kv_heads = geometry.slots, key.shape[1]
+        self.scores_of = partial(scores_of, is_chain=geometry.is_chain)
+        self.mixed = partial(mixed, is_chain=geometry.is_chain)
+        self.hidden = geometry.hidden_own(query.device)
+        self.query = self._by_column(query)
+        self.key, self.value = (one.to(self.precise).contiguous() for one in (key, value))
 
-    def _places(self, later: int) -> tuple[slice, slice]:
-        """Queries that have a key of this step, and their keys."""
-        back = self.step - later
-        return slice(back, None), slice(0, max(0, self.query.shape[3] - back))
+    def _by_column(self, states: torch.Tensor) -> torch.Tensor:
+        """[B, heads * S, N, ...] -> [B, kv_heads, N, G * S, ...]."""
+        # Products of many small matrices are one call where each is contiguous.
+        by_column = states.to(self.precise).unflatten(1, (self.kv_heads, -1)).transpose(2, 3)
+        return by_column.contiguous()
 
-    def _scores(self, later: int) -> torch.Tensor:
-        """[B, kv_heads, G, queries that have a key]."""
-        own, other = self._places(later)
-        return (self.query[:, :, :, own] * self.keys[later][:, :, :, other]).sum(dim=-1)
+    def _by_head(self, states: torch.Tensor) -> torch.Tensor:
+        """The inverse."""
+        return states.transpose(2, 3).flatten(1, 2).contiguous()
+
+    def _scores(self) -> torch.Tensor:
+        """[B, kv_heads, N, G * S, O]."""
+        scores = self.scores_of(self.query, self.key).unflatten(3, (-1, self.slots))
+        return scores.masked_fill(self.hidden, -torch.inf).flatten(3, 4)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [B, heads, N, D] and log of the sum of exponentials [B, heads, N]."""
-        output = torch.zeros_like(self.query)
-        total = output.new_full(self.query.shape[:-1], -torch.inf)
-        for later in self.seen:
-            own, other = self._places(later)
-            value = self.values[later][:, :, :, other]
-            merge(output[:, :, :, own], total[:, :, :, own], value, self._scores(later))
-        return output.flatten(1, 2), total.flatten(1, 2)
+        """Output [B, heads * S, N, D] and log of the sum of exponentials [B, heads * S, N]."""
+        scores = self._scores()
+        total = scores.logsumexp(dim=-1)
+        output = self.mixed((scores - total[..., None]).exp_(), self.value)
+        return self._by_head(output), self._by_head(total)
 
     def backward(
         self, gradient: torch.Tensor, output: torch.Tensor, total: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Gradients of the query [B, heads, N, D], and of keys and values of all steps."""
-        gradient, output = gradient.to(self.precise), output.to(self.precise)
-        common = (gradient * output).sum(dim=-1).view(self.query.shape[:-1])
-        gradient = gradient.view_as(self.query)
-        total = total.view(self.query.shape[:-1])
-        of_query = torch.zeros_like(self.query)
-        of_keys, of_values = (
-            {later: torch.zeros_like(state) for later, state in states.items()}
-            for states in (self.keys, self.values)
-        )
-        for later in self.seen:
-            own, other = self._places(later)
-            key, value = (states[later][:, :, :, other] for states in (self.keys, self.values))
-            out = gradient[:, :, :, own]
-            weight = (self._scores(later) - total[:, :, :, own]).exp_()
-            of_score = weight * ((out * value).sum(dim=-1) - common[:, :, :, own])
-            of_query[:, :, :, own] += of_score.unsqueeze(-1) * key
-            for_key = of_score.unsqueeze(-1) * self.query[:, :, :, own]
-            of_keys[later][:, :, :, other] = for_key.sum(dim=2, keepdim=True)
-            of_values[later][:, :, :, other] = (weight.unsqueeze(-1) * out).sum(2, keepdim=True)
-        return of_query.flatten(1, 2), of_keys, of_values
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of the query, keys and values."""
+        out = self._by_column(gradient)
+        common = (out * self._by_column(output)).sum(dim=-1, keepdim=True)
+        weight = (self._scores() - self._by_column(total)[..., None]).exp_()
+        of_score = weight * (self.scores_of(out, self.value) - common)
+        of_key = self.mixed(of_score.transpose(-1, -2), self.query)
+        of_value = self.mixed(weight.transpose(-1, -2), out)
+        return self._by_head(self.mixed(of_score, self.key)), of_key, of_value
 
 
 # Queries of a band of a window.
@@ -146,15 +202,6 @@ class KeySpan(NamedTuple):
     end: int
 
 
-class Geometry(NamedTuple):
-    """Bounds of what the queries of a step see."""
-
-    spans: Sequence[KeySpan]
-    step: int
-    first: int  # column of the first query and of the first key of the later steps
-    window: int | None
-
-
 class KeyPart(NamedTuple):
     """Queries and the true keys that they see, as places in their tensors."""
 
@@ -164,25 +211,9 @@ class KeyPart(NamedTuple):
     mask: torch.Tensor | None  # [queries, keys], added to scores
 
 
-def can_fuse(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Fused attention takes values as wide as keys; the sums of other devices are not asked for."""
-    return reads_freely(query.device) and query.shape[-1] == value.shape[-1]
-
-
-def spans_of(segments: torch.Tensor | None, length: int) -> list[KeySpan]:
-    """Texts, and padding, of all rows of so many columns."""
-    if segments is None:
-        return [KeySpan(slice(None), 0, length)]
-    return [
-        KeySpan(slice(row, row + 1), begin, end)
-        for row, stretches in enumerate(stretches_of(segments))
-        for begin, end, _ in stretches
-    ]
-
-
-def parts_of(geometry: Geometry, like: torch.Tensor) -> Iterator[KeyPart]:
+def parts_of(geometry: Geometry, window: int | None, like: torch.Tensor) -> Iterator[KeyPart]:
     """No two parts hold the same pair of query and key."""
-    step, first, window = geometry.step, geometry.first, geometry.window
+    step, first = geometry.step, geometry.first
     for rows, begin, end in geometry.spans:
         # A query `step` columns further on is anchored at each of these.
         low, high = max(begin, first - step), end - step

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn.attention import flex_attention
@@ -11,7 +9,7 @@ from torch.nn.attention import flex_attention
 from draftsmith.drafters.blocks import block_unroll
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.target.packed_pass import begins_of
-from draftsmith.drafters.unrolled import fused_unroll
+from draftsmith.drafters.unrolled import attention, fused_unroll
 from draftsmith.kernels.attention.pool import Scoring
 from tests.peak_memory import Memory, memory_of
 
@@ -117,14 +115,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     if request.param == "dense":
         monkeypatch.setattr(block_unroll, "LONG", 80)
     if request.param == "recomputed":
-        monkeypatch.setattr(block_unroll, "can_fuse", lambda query, value: False)
+        monkeypatch.setattr(attention, "reads_freely", lambda device: False)
 
 
 def use_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch takes no gradients of it on a CPU, though its uncompiled form has them.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
-    monkeypatch.setattr(block_unroll, "can_flex", lambda query, value: True)
-    monkeypatch.setattr(block_unroll, "fused_blocks", None)
+    monkeypatch.setattr(attention, "can_flex", lambda query, value: True)
+    monkeypatch.setattr(attention, "fused", None)
 
 
 @pytest.mark.parametrize("window, first", [(None, 0), (1, 45), (2, 1), (4, 0), (20, 0), (75, 45)])
@@ -167,8 +165,8 @@ def test_compiled_flex_attention_gives_those_of_a_dense_mask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    true = block_unroll.flex
-    monkeypatch.setattr(block_unroll, "flex", lambda *given: asked.append(1) or true(*given))
+    true = attention.flex
+    monkeypatch.setattr(attention, "flex", lambda *given: asked.append(1) or true(*given))
     for length, first in ((80, 0), (71, 0), (80, 45)):
         made = states(length, first, own_context=own_context, width=32, value_width=32)
         segments = SEGMENTS[:, :length] if packed else None
@@ -194,17 +192,6 @@ def test_blocks_may_see_all_of_themselves(window: int | None, way: None) -> None
 def test_values_may_be_of_another_width(value_width: int, way: None) -> None:
     made = states(80, 1, own_context=True, value_width=value_width)
     check(made, SEGMENTS, 1, None, causal=True)
-
-
-def test_the_reference_finds_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = block_unroll.fused_blocks
-    monkeypatch.setattr(
-        block_unroll,
-        "fused_blocks",
-        lambda query, own, context, blocks: true(query, own, context, replace(blocks, window=19)),
-    )
-    with pytest.raises(AssertionError):
-        check(states(80, 0, own_context=False), None, 0, 20, causal=True)
 
 
 def memory_of_length(length: int, window: int | None) -> Memory:

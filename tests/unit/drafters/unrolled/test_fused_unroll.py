@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.attention import flex_attention
 
 from draftsmith.drafters.blocks import block_unroll
 from draftsmith.drafters.target.packed_pass import positions_of
-from draftsmith.drafters.unrolled import flex, unroll
+from draftsmith.drafters.unrolled import attention, flex, unroll
 from draftsmith.drafters.unrolled.unroll import UnrollPass
 from draftsmith.kernels.attention.pool import Scoring
 from tests.peak_memory import Memory, memory_of
@@ -129,7 +130,7 @@ def test_values_and_gradients_are_those_of_a_dense_mask(
 ) -> None:
     monkeypatch.setattr(unroll, "LONG", 0)
     asked = []
-    monkeypatch.setattr(unroll, "fused_attention", counted(unroll.fused_attention, asked))
+    monkeypatch.setattr(attention, "fused", counted(attention.fused, asked))
     check(SEGMENTS if packed else None, first, window)
     assert len(asked) == STEPS
 
@@ -147,10 +148,9 @@ def test_flex_attention_gives_those_of_a_dense_mask(
     packed: bool, window: int | None, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unroll, "LONG", 0)
-    monkeypatch.setattr(unroll, "can_fuse", lambda query, value: False)
-    monkeypatch.setattr(unroll, "can_flex", lambda query, value: True)
+    monkeypatch.setattr(attention, "can_flex", lambda query, value: True)
     asked = []
-    monkeypatch.setattr(unroll, "flex", counted(unroll.flex, asked))
+    monkeypatch.setattr(attention, "flex", counted(attention.flex, asked))
     # torch takes no gradients of it on a CPU, though its uncompiled form has them.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
     check(SEGMENTS[:, 110:190] if packed else None, first, window, length=80)
@@ -166,7 +166,7 @@ def test_compiled_flex_attention_gives_those_of_a_dense_mask(
 ) -> None:
     monkeypatch.setattr(unroll, "LONG", 0)
     asked = []
-    monkeypatch.setattr(unroll, "flex", counted(unroll.flex, asked))
+    monkeypatch.setattr(attention, "flex", counted(attention.flex, asked))
     for length in (300, 217, 280):
         segments = SEGMENTS[:, :length] if packed else None
         on = ("cuda", torch.float32)
@@ -182,19 +182,22 @@ def counted(call: Callable[..., torch.Tensor], asked: list[int]) -> Callable[...
     return inner
 
 
-@pytest.mark.parametrize("window", [None, 60])
-def test_the_reference_finds_a_fault(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocks, window", [(False, None), (False, 60), (True, 20)])
+def test_the_reference_finds_a_fault(
+    blocks: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(unroll, "LONG", 0)
-    true = unroll.fused_attention
+    monkeypatch.setattr(block_unroll, "LONG", 0)
+    true, narrower = attention.fused, (window or 300) - 1
     monkeypatch.setattr(
-        unroll,
-        "fused_attention",
-        lambda query, keys, values, geometry: true(
-            query, keys, values, geometry._replace(window=59 if window else 299)
-        ),
+        attention, "fused", lambda *given: true(*given[:3], replace(given[3], window=narrower))
     )
     with pytest.raises(AssertionError):
-        check(None, 0, window)
+        if blocks:
+            made = of_blocks.states(80, 0, own_context=False)
+            of_blocks.check(made, None, 0, window, causal=True)
+        else:
+            check(None, 0, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,7 +226,8 @@ def test_memory_grows_with_the_length_and_not_with_its_square(
 ) -> None:
     short, long = (memory_of_length(length, window, packed) for length in (2048, 4096))
     assert long.peak < 2.1 * short.peak
-    assert long.largest == 4096 * HEADS * WIDTH * 4  # no scores, which are 128 a query and more
+    # Keys of the longest chains, and no scores, which are 128 a query and more.
+    assert long.largest == 4096 * (STEPS - 1) * KV_HEADS * WIDTH * 4
 
 
 # Where flex_attention may run
@@ -265,9 +269,9 @@ def reached(*given: Any) -> torch.Tensor:
 def test_attention_goes_on_in_chunks(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (unroll, block_unroll):
         monkeypatch.setattr(module, "LONG", 0)
-        monkeypatch.setattr(module, "can_flex", lambda query, value: True)
-        monkeypatch.setattr(module, "can_fuse", lambda query, value: False)
-        monkeypatch.setattr(module, part, reached)
+    monkeypatch.setattr(attention, "can_flex", lambda query, value: True)
+    monkeypatch.setattr(attention, "reads_freely", lambda device: False)
+    monkeypatch.setattr(attention, part, reached)
     check(None, 0, None, length=80)
     made = of_blocks.states(80, 0, own_context=False)
     of_blocks.check(made, None, 0, None, causal=True)
