@@ -108,15 +108,15 @@ class Eagle3(FeatureHead):
             TapNorms(len(taps), target.hidden_size, config.rms_norm_eps) if norms.fc_norm else None
         )
         self.midlayer = Eagle3Layer(config, norm_before_residual=norms.norm_before_residual)
-        later = range(1, config.num_hidden_layers)
+        kind, later = kind_of(config), range(1, config.num_hidden_layers)
         self.layers = nn.ModuleDict(
-            {str(index): kind_of(config).layer(config, index) for index in later}
+            {str(index): kind.part("DecoderLayer")(config, index) for index in later}
         )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         subset = draft_vocab_size < config.vocab_size
         OwnTables(draft_vocab_size, subset, own_embeddings).add_to(self, config)
         self.lm_head.requires_grad_(True)
-        self._rotary = (kind_of(config).rotary(config),)
+        self._rotary = (kind.part("RotaryEmbedding")(config),)
         self.register_buffer(
             "t2d", torch.ones(config.vocab_size, dtype=torch.bool) if subset else None
         )

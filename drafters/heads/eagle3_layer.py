@@ -3,32 +3,18 @@ where they differ in their norms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig, Qwen3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
-    DeepseekV3Attention,
-    DeepseekV3DecoderLayer,
-    DeepseekV3MLP,
-    DeepseekV3RotaryEmbedding,
-)
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3Attention,
-    Qwen3DecoderLayer,
-    Qwen3MLP,
-    Qwen3RotaryEmbedding,
-)
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3 import modeling_qwen3
 
 from draftsmith.drafters.draft_shape import config_dict, layer_config
 from draftsmith.drafters.target.attention import AttentionContext
@@ -60,7 +46,7 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: PreTrainedConfig, *, norm_before_residual: bool = False):
         super().__init__()
         size, kind = config.hidden_size, kind_of(config)
-        self.self_attn = kind.attention(config, 0)
+        self.self_attn = kind.part("Attention")(config, 0)
         # The attention reads embedding and state side by side.
         for name in kind.inputs:
             # None, or no attribute at all in older transformers, where there is no such projection.
@@ -68,7 +54,7 @@ class Eagle3Layer(nn.Module):
             if plain is not None:
                 wide = nn.Linear(2 * size, plain.out_features, bias=plain.bias is not None)
                 self.self_attn.set_submodule(name, wide)
-        self.mlp = kind.mlp(config)
+        self.mlp = kind.part("MLP")(config)
         self.input_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
@@ -109,43 +95,28 @@ class TapNorms(nn.ModuleList):
 class LayerKind(NamedTuple):
     architecture: str  # engines' name for a draft of it
     config: type[PreTrainedConfig]
-    attention: Callable[[PreTrainedConfig, int], nn.Module]
+    module: ModuleType  # of transformers, with its classes
+    name: str  # how theirs begin
     inputs: tuple[str, ...]  # projections that read the layer's input
-    mlp: Callable[[PreTrainedConfig], nn.Module]
-    layer: Callable[[PreTrainedConfig, int], nn.Module]
-    rotary: Callable[[PreTrainedConfig], nn.Module]
     mark: str  # a tensor of its attention that no other kind has
     keys: tuple[str, ...] = ()  # of its config besides Llama's
 
+    def part(self, ending: str) -> Any:
+        """Its class of that name: Attention, MLP, DecoderLayer, RotaryEmbedding."""
+        return getattr(self.module, self.name + ending)
 
-LLAMA = LayerKind(
-    "LlamaForCausalLMEagle3",
-    LlamaConfig,
-    LlamaAttention,
-    ("q_proj", "k_proj", "v_proj"),
-    LlamaMLP,
-    LlamaDecoderLayer,
-    LlamaRotaryEmbedding,
-    "",
-)
+
+QKV = ("q_proj", "k_proj", "v_proj")
+LLAMA = LayerKind("LlamaForCausalLMEagle3", LlamaConfig, modeling_llama, "Llama", QKV, "")
 QWEN3 = LayerKind(
-    "Eagle3Qwen3ForCausalLM",
-    Qwen3Config,
-    Qwen3Attention,
-    ("q_proj", "k_proj", "v_proj"),
-    Qwen3MLP,
-    Qwen3DecoderLayer,
-    Qwen3RotaryEmbedding,
-    "self_attn.q_norm.weight",
+    "Eagle3Qwen3ForCausalLM", Qwen3Config, modeling_qwen3, "Qwen3", QKV, "self_attn.q_norm.weight"
 )
 LATENT = LayerKind(
     "Eagle3DeepseekV2ForCausalLM",
     DeepseekV3Config,
-    DeepseekV3Attention,
+    modeling_deepseek_v3,
+    "DeepseekV3",
     ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
-    DeepseekV3MLP,
-    DeepseekV3DecoderLayer,
-    DeepseekV3RotaryEmbedding,
     "self_attn.kv_a_proj_with_mqa.weight",
     (
         "q_lora_rank",
