@@ -9,10 +9,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from functools import partial
 
-from draftsmith.drafters.autoregressive.catch_up import Unread
 from draftsmith.drafters.autoregressive.chain import DraftLoop
 from draftsmith.drafters.autoregressive.draft_sampler import DepthPlan, DraftSampler, DraftStep
 from draftsmith.drafters.autoregressive.padded_round import PaddedRound, RoundGraphs, RoundShape
+from draftsmith.drafters.autoregressive.state import Unread
 from draftsmith.drafters.interface import Capturable, DraftInputs
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.cuda_graphs import GraphRoom

@@ -7,27 +7,42 @@ of a tap.
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from draftsmith.drafters.autoregressive.catch_up import Unread
-from draftsmith.drafters.autoregressive.chain_buffers import bucket, for_graphs
 from draftsmith.drafters.autoregressive.draft_sampler import (
     DepthPlan,
     DraftStep,
     RowsAtDepth,
     draw_tokens,
 )
+from draftsmith.drafters.autoregressive.state import Unread
 from draftsmith.drafters.interface import DraftInputs
 from draftsmith.kernels.constants import NULL_BLOCK
 from draftsmith.kernels.cuda_graphs import GraphRoom, GraphShapes, row_buckets
 from draftsmith.kernels.sampling.filters import Passes, SamplingRows
 
 WIDTHS = (2, 4, 8, 16)  # tokens of a row that may be unread; prompts have more
+EVERY_TOKEN = 1 << 30  # more than any vocabulary has
+
+
+def bucket(sizes: Sequence[int], size: int) -> int:
+    """The smallest of the ascending `sizes` that `size` fits into."""
+    return sizes[bisect.bisect_left(sizes, size)]
+
+
+def for_graphs(passes: Passes) -> Passes:
+    """Three kinds, each of which can serve what needs less: Triton's draws filter by all or by
+    nothing."""
+    if passes.all_greedy:
+        return passes
+    filters = passes.filtered
+    return Passes(True, False, True, EVERY_TOKEN if filters else 0, filters, filters)
 
 
 class RoundInputs:

@@ -1,15 +1,18 @@
-"""State of drafters that read their own drafted tokens, and the protocol of their steps."""
+"""State of drafters that read their own drafted tokens, and the committed tokens that a round has
+to read.
+
+B rows of the batch, R rows with something to read, T tokens to be read.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
-from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.drafters.interface import DraftInputs
 
 
 class HeadStep(NamedTuple):
@@ -18,58 +21,6 @@ class HeadStep(NamedTuple):
 
     def select(self, chosen: torch.Tensor) -> HeadStep:
         return HeadStep(self.next_hidden[chosen], self.head_input[chosen])
-
-
-class DraftPrefill(NamedTuple):
-    """Drafter state after it read all committed tokens that it can. Rows without any have nothing
-    to draft from."""
-
-    indices: list[int]  # of the rows that can draft, ascending
-    rows: torch.Tensor  # [R] the same rows
-    budgets: torch.Tensor  # [R] tokens that each may draft
-    positions: torch.Tensor  # [R] their last position with a state
-    tables: torch.Tensor  # [R, max_blocks]
-    step: HeadStep  # [R, H]
-
-    def select(self, chosen: torch.Tensor, indices: list[int]) -> DraftPrefill:
-        """Keep `chosen` [R'] of the R rows, which are `indices` of the batch."""
-        return DraftPrefill(
-            indices,
-            self.rows[chosen],
-            self.budgets[chosen],
-            self.positions[chosen],
-            self.tables[chosen],
-            self.step.select(chosen),
-        )
-
-
-class ReadsOwnDrafts(Protocol):
-    ahead: int  # the state at position t predicts the token at t + ahead
-
-    @property
-    def vocab_map(self) -> torch.Tensor | None: ...
-
-    @abstractmethod
-    def read_drafts(
-        self, tokens: torch.Tensor, hidden: torch.Tensor, context: PagedPass
-    ) -> HeadStep:
-        """Drafted tokens [T] of a pass and the states before them [T, H]."""
-        ...
-
-    @abstractmethod
-    def draft_logits(self, head_input: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> raw [T, Vd]."""
-        ...
-
-
-class ReadsCommitted(ReadsOwnDrafts, Protocol):
-    @abstractmethod
-    def read_committed(
-        self, tokens: torch.Tensor, taps: torch.Tensor | None, context: PagedPass
-    ) -> HeadStep:
-        """Committed tokens [T] and the target's states before them [T, n * H_t], where the drafter
-        reads any. The positions of the pass are those of its own states."""
-        ...
 
 
 class ChainState(NamedTuple):
@@ -82,6 +33,37 @@ class ChainState(NamedTuple):
 
     def select(self, chosen: torch.Tensor) -> ChainState:
         return ChainState(*(part[chosen] for part in self))
+
+
+class Unread(NamedTuple):
+    """Tokens that a round has to read, on the host.
+
+    The state at position t predicts the token at t + `ahead` and comes from the one before it: with
+    ahead 2 the newest token of a row has no state yet.
+    """
+
+    rows: list[int]  # [R] of the batch, ascending
+    counts: list[int]  # [R] tokens of each
+    starts: list[int]  # [R] position of the first state
+    begins: list[int]  # [R] index of the first token among the inputs' tokens
+
+    @classmethod
+    def of(cls, inputs: DraftInputs, ahead: int) -> Unread:
+        found = cls([], [], [], [])
+        begin, without = 0, ahead - 1  # tokens of a row that have no state of their own
+        for row, (start, length) in enumerate(zip(inputs.starts.tolist(), inputs.lengths.tolist())):
+            if length > without:
+                found.rows.append(row)
+                found.counts.append(length - without)
+                found.starts.append(start)
+                found.begins.append(begin + without)
+            begin += length
+        return found
+
+    def spread(self, begins: list[int]) -> list[int]:
+        """[T] numbers counting up in each row from its own of `begins` [R]."""
+        pairs = zip(begins, self.counts)
+        return [number for begin, count in pairs for number in range(begin, begin + count)]
 
 
 if TYPE_CHECKING:

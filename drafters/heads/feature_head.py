@@ -8,14 +8,13 @@ K draft positions, T ragged positions.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
 from torch.nn.functional import linear
 from transformers import LlamaConfig
 
-from draftsmith.drafters.autoregressive.chain import ChainLoop
 from draftsmith.drafters.autoregressive.state import HasRotary, HeadStep
 from draftsmith.drafters.compiled.capture import NUM_TOKENS
 from draftsmith.drafters.compiled.captured import (
@@ -29,22 +28,13 @@ from draftsmith.drafters.compiled.captured import (
 )
 from draftsmith.drafters.draft_shape import WindowedContext, Windows
 from draftsmith.drafters.init_from_target import BorrowsTables
-from draftsmith.drafters.interface import (
-    DraftInputs,
-    ForwardCapturable,
-    Proposal,
-    UnrollBatch,
-    UnrolledStep,
-)
+from draftsmith.drafters.interface import ForwardCapturable, UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.attention import AttentionContext
-from draftsmith.drafters.tree_shape import FixedTree, TreeShape
-from draftsmith.drafters.trees.growth import grow, read_for_trees
-from draftsmith.drafters.trees.level_graphs import LevelGraphs
+from draftsmith.drafters.trees.growth import TreeLoop
 from draftsmith.drafters.unrolled.unroll import UnrollPass
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool
-from draftsmith.kernels.cuda_graphs import GraphRoom
 
 
 class CapturedHead(NamedTuple):
@@ -60,14 +50,13 @@ class CapturedHead(NamedTuple):
         self.logits.refresh()
 
 
-class FeatureHead(BorrowsTables, HasRotary, ForwardCapturable, ChainLoop):
+class FeatureHead(BorrowsTables, HasRotary, ForwardCapturable, TreeLoop):
     family: str
     taps: tuple[int, ...]
     config: LlamaConfig
     windows: Windows = ()
     ahead = 2  # the state at position t predicts the token at t + 2
     _captured: CapturedHead | None = None
-    level_graphs: LevelGraphs | None = None
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
         """[..., n * H_t] true states -> [..., H]."""
@@ -149,19 +138,6 @@ class FeatureHead(BorrowsTables, HasRotary, ForwardCapturable, ChainLoop):
                     positions[:, first:],
                 )
 
-    @torch.no_grad()
-    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
-        assert not isinstance(shape, FixedTree)
-        self.refresh()
-        greedy: Sequence[bool] | None = inputs.sampling.greedy_rows
-        passes = inputs.sampling.passes
-        if greedy is None and (passes.all_greedy or not passes.greedy):
-            greedy = [passes.all_greedy] * len(inputs.num_draft)
-        if greedy is None:
-            # Rows chosen on the device: a look at it, while it has nothing else to do.
-            greedy = (inputs.sampling.temperature == 0).tolist()
-        return grow(self, inputs, read_for_trees(self, inputs), shape, greedy)
-
     def refresh(self) -> None:
         if self._captured is not None:
             self._captured.refresh()
@@ -170,10 +146,6 @@ class FeatureHead(BorrowsTables, HasRotary, ForwardCapturable, ChainLoop):
         """Drafted positions were written from the head's own states; they are read again with the
         target's."""
         return last
-
-    def capture(self, room: GraphRoom) -> None:
-        super().capture(room)
-        self.level_graphs = LevelGraphs(self, room)
 
     def read_committed(
         self, tokens: torch.Tensor, taps: torch.Tensor | None, context: PagedPass

@@ -31,9 +31,9 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from draftsmith.drafters.autoregressive.catch_up import Unread
 from draftsmith.drafters.autoregressive.chain import DraftLoop
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler
+from draftsmith.drafters.autoregressive.state import Unread
 from draftsmith.drafters.heads.mtp_head import MtpHead
 from draftsmith.drafters.heads.mtp_layouts import (
     LAYOUTS,

@@ -8,16 +8,22 @@ W nodes of a level, C nodes in all, H hidden width, Vd draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from transformers import LlamaConfig
 
-from draftsmith.drafters.autoregressive.catch_up import Unread, read_unread
+from draftsmith.drafters.autoregressive.chain import ChainLoop, DraftPrefill, read_unread
 from draftsmith.drafters.autoregressive.draft_sampler import DepthPlan
-from draftsmith.drafters.autoregressive.state import DraftPrefill, ReadsCommitted
+from draftsmith.drafters.autoregressive.state import Unread
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.tree_shape import DynamicTree, GrownShape, SampledShape, SampledTree
+from draftsmith.drafters.tree_shape import (
+    DynamicTree,
+    FixedTree,
+    GrownShape,
+    SampledShape,
+    SampledTree,
+    TreeShape,
+)
 from draftsmith.drafters.trees.candidates import Parents, TreeDistributions
 from draftsmith.drafters.trees.level_graphs import (
     LevelGraphs,
@@ -28,7 +34,36 @@ from draftsmith.drafters.trees.level_graphs import (
 from draftsmith.drafters.trees.nodes import TreeNodes, merged, no_trees
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import MAX_NODES, NULL_BLOCK
+from draftsmith.kernels.cuda_graphs import GraphRoom
 from draftsmith.kernels.dispatch import sent
+
+
+class TreeLoop(ChainLoop):
+    """A chain drafter that also reads all nodes of a tree's level in one pass."""
+
+    level_graphs: LevelGraphs | None = None
+
+    def capture(self, room: GraphRoom) -> None:
+        super().capture(room)
+        self.level_graphs = LevelGraphs(self, room)
+
+    @torch.no_grad()
+    def propose_tree(self, inputs: DraftInputs, shape: TreeShape) -> Proposal:
+        assert not isinstance(shape, FixedTree)
+        self.refresh()
+        greedy: Sequence[bool] | None = inputs.sampling.greedy_rows
+        passes = inputs.sampling.passes
+        if greedy is None and (passes.all_greedy or not passes.greedy):
+            greedy = [passes.all_greedy] * len(inputs.num_draft)
+        if greedy is None:
+            # Rows chosen on the device: a look at it, while it has nothing else to do.
+            greedy = (inputs.sampling.temperature == 0).tolist()
+        unread = Unread.of(inputs, self.ahead)
+        if not unread.rows:
+            return no_trees(inputs)
+        plan = DepthPlan.of(inputs.num_draft.tolist(), unread.rows, most=1)
+        prefill, depths = read_unread(self, inputs, unread, plan)
+        return grow(self, inputs, prefill, shape, greedy) if depths else no_trees(inputs)
 
 
 class Growth(NamedTuple):
@@ -41,23 +76,10 @@ class Growth(NamedTuple):
     most: int  # the largest budget
 
 
-def read_for_trees(head: TreeDrafter, inputs: DraftInputs) -> DraftPrefill | None:
-    """Read what the drafter has not. The states of rows that may draft; None without any."""
-    unread = Unread.of(inputs, head.ahead)
-    if not unread.rows:
-        return None
-    plan = DepthPlan.of(inputs.num_draft.tolist(), unread.rows, most=1)
-    prefill, depths = read_unread(head, inputs, unread, plan)
-    if not depths:
-        return None
-    kept = depths[0].kept
-    return prefill if kept is None else prefill.select(kept, depths[0].indices)
-
-
 def grow(
-    head: TreeDrafter,
+    head: TreeLoop,
     inputs: DraftInputs,
-    prefill: DraftPrefill | None,
+    prefill: DraftPrefill,
     shape: GrownShape,
     greedy: Sequence[bool],
 ) -> Proposal:
@@ -79,22 +101,22 @@ def grow(
 
 
 def _grow_rows(
-    head: TreeDrafter,
+    head: TreeLoop,
     inputs: DraftInputs,
-    prefill: DraftPrefill | None,
+    prefill: DraftPrefill,
     shape: DynamicTree | SampledTree,
     wanted: list[bool],
 ) -> Proposal:
-    indices = [] if prefill is None else prefill.indices
+    indices = prefill.indices
     chosen = [at for at, row in enumerate(indices) if wanted[row]]
-    if prefill is None or not chosen:
+    if not chosen:
         return no_trees(inputs)
     if len(chosen) < len(indices):
         (picked,) = sent(inputs.tokens.device, chosen)
         prefill = prefill.select(picked, [indices[at] for at in chosen])
     limits, budgets = prefill.budgets.clamp(max=shape.nodes), inputs.num_draft[prefill.indices]
     distributions = TreeDistributions(
-        inputs, prefill.rows, vocab_size=head.config.vocab_size, vocab_map=head.vocab_map
+        inputs, prefill.rows, vocab_size=head.vocab_size, vocab_map=head.vocab_map
     )
     reader, most = TreeReader(head, inputs, prefill, limits), min(int(budgets.max()), shape.nodes)
     growth = Growth(inputs, distributions, reader, limits, most)
@@ -236,13 +258,6 @@ class SampledGrowth:
         )
 
 
-class TreeDrafter(ReadsCommitted, Protocol):
-    """A drafter that reads all nodes of a tree's level in one pass."""
-
-    config: LlamaConfig
-    level_graphs: LevelGraphs | None
-
-
 class GrownLevel(NamedTuple):
     """Head outputs at the nodes of one level, W nodes for each of R rows. Arbitrary where a node is
     not alive."""
@@ -263,7 +278,7 @@ class TreeReader:
     """
 
     def __init__(
-        self, head: TreeDrafter, inputs: DraftInputs, prefill: DraftPrefill, budgets: torch.Tensor
+        self, head: TreeLoop, inputs: DraftInputs, prefill: DraftPrefill, budgets: torch.Tensor
     ):
         assert inputs.pool is not None
         self.head, self.pool = head, inputs.pool

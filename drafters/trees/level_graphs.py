@@ -1,7 +1,7 @@
 """CUDA graphs of the levels of draft trees: reading all nodes of a level costs one launch.
 
 A graph is captured once for each (bucket of rows, nodes of a row) and stays valid across swaps, as
-those of `chain_graphs.py`. Surplus rows read and write the null block. Legend: R rows, W nodes of a
+those of a chain. Surplus rows read and write the null block. Legend: R rows, W nodes of a
 level, H hidden width, Vd draft vocabulary.
 """
 
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from draftsmith.drafters.autoregressive.chain_buffers import bucket
-from draftsmith.drafters.autoregressive.state import ReadsOwnDrafts
+from draftsmith.drafters.autoregressive.chain import ChainLoop
+from draftsmith.drafters.autoregressive.padded_round import bucket
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool, TreeLayout
 from draftsmith.kernels.constants import MAX_NODES, NULL_BLOCK
@@ -32,7 +32,7 @@ class LevelOutput(NamedTuple):
     logits: torch.Tensor  # [R * W, Vd] raw
 
 
-def read_level(drafter: ReadsOwnDrafts, pool: PagedPool, inputs: LevelInputs) -> LevelOutput:
+def read_level(drafter: ChainLoop, pool: PagedPool, inputs: LevelInputs) -> LevelOutput:
     num_rows, width = inputs.tokens.shape
     lengths = torch.full((num_rows,), width, device=inputs.tokens.device)
     positions = inputs.positions.flatten()
@@ -46,7 +46,7 @@ class LevelGraphs:
     """`read` gives a level from a graph, good until the next one is read, or None where it must be
     read without."""
 
-    def __init__(self, drafter: ReadsOwnDrafts, room: GraphRoom):
+    def __init__(self, drafter: ChainLoop, room: GraphRoom):
         assert room.pool is not None
         self.drafter, self.pool = drafter, room.pool
         self.max_blocks = room.max_blocks + spare_blocks(room.pool)
