@@ -3,7 +3,7 @@ brings itself, and initial values that a new one takes from it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import load_into, write_weights
 from draftsmith.errors import UserError
+from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -93,9 +94,35 @@ class OwnTables(NamedTuple):
         module.register_buffer(MASK, torch.zeros(size) if self.mask_embedding else None)
 
 
-class BorrowsTables(PortableDraft):
-    """A draft whose embeddings and head are its `_target`'s, frozen and not part of the module,
-    but for those of `OwnTables`."""
+class LayeredDraft(PortableDraft):
+    """A draft of decoder layers with their own keys and values, whose embeddings and head are its
+    `_target`'s, frozen and not part of the module, but for those of `OwnTables`.
+
+    The rotary frequencies are on the module's device, in float32 whatever it is cast to (rounded,
+    they would move every position), and not in its state dict.
+    """
+
+    _rotary: tuple[nn.Module, ...] = ()  # a tuple keeps it out of the module's parts
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for rotary in self._rotary:
+            rotary._apply(lambda tensor: tensor.to(fn(tensor).device))
+        return self
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    def cache_shapes(self) -> list[LayerShape]:
+        """Keys and values of each layer."""
+        heads, dim = self.config.num_key_value_heads, self.config.head_dim
+        return [LayerShape(heads, dim, dim)] * self.config.num_hidden_layers
+
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool:
+        return PagedPool.of_layers(self.cache_shapes(), num_blocks, block_size, device, dtype)
 
     @property
     def dtype(self) -> torch.dtype:

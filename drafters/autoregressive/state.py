@@ -6,11 +6,9 @@ B rows of the batch, R rows with something to read, T tokens to be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from draftsmith.drafters.interface import DraftInputs
 
@@ -64,21 +62,3 @@ class Unread(NamedTuple):
         """[T] numbers counting up in each row from its own of `begins` [R]."""
         pairs = zip(begins, self.counts)
         return [number for begin, count in pairs for number in range(begin, begin + count)]
-
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-class HasRotary(nn.Module):
-    """Base of modules that rotate queries and keys. The frequencies are on the module's device, in
-    float32 whatever it is cast to (rounded, they would move every position), and not in its state
-    dict."""
-
-    _rotary: tuple[nn.Module, ...] = ()  # a tuple keeps it out of the module's parts
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        for rotary in self._rotary:
-            rotary._apply(lambda tensor: tensor.to(fn(tensor).device))
-        return self

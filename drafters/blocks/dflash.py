@@ -28,7 +28,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from draftsmith.drafters.autoregressive.state import HasRotary
 from draftsmith.drafters.blocks.block_drafting import DraftsBlocks
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.blocks.shape import (
@@ -40,7 +39,7 @@ from draftsmith.drafters.blocks.shape import (
 )
 from draftsmith.drafters.draft_shape import config_dict, layer_config, shape_of, windows_config
 from draftsmith.drafters.init_from_target import (
-    BorrowsTables,
+    LayeredDraft,
     OwnTables,
     adopt_layers,
     average_taps,
@@ -55,11 +54,10 @@ from draftsmith.drafters.target.taps import check_draft_taps, check_taps
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import ReadBytes, read_config, read_weights, weight_bytes
 from draftsmith.errors import UserError
-from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.products.fast_types import name_of
 
 
-class Dflash(BorrowsTables, HasRotary, DraftsBlocks):
+class Dflash(LayeredDraft, DraftsBlocks):
     family = "dflash"
     architecture = "DFlashDraftModel"
     other_architectures: tuple[str, ...] = ()
@@ -127,10 +125,6 @@ class Dflash(BorrowsTables, HasRotary, DraftsBlocks):
         return BlockShape(
             options.block_size, checked_mask_token(target, options.mask_token), options.causal
         )
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_position_embeddings
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Slots [b, t] -> [b, t, H]."""
@@ -205,19 +199,6 @@ class Dflash(BorrowsTables, HasRotary, DraftsBlocks):
             yield UnrolledStep(
                 hidden=head_input, valid=valid, offset=2, confidence=self.confidence(head_input)
             )
-
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> PagedPool:
-        return PagedPool.empty(
-            num_layers=self.config.num_hidden_layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=self.config.num_key_value_heads,
-            key_dim=self.config.head_dim,
-            device=device,
-            dtype=dtype,
-        )
 
     def read_bytes(self) -> ReadBytes:
         shared = [self._target.output_weight] if self.lm_head is None else []

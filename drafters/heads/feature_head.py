@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import linear
 from transformers import LlamaConfig
 
-from draftsmith.drafters.autoregressive.state import HasRotary, HeadStep
+from draftsmith.drafters.autoregressive.state import HeadStep
 from draftsmith.drafters.compiled.capture import NUM_TOKENS
 from draftsmith.drafters.compiled.captured import (
     PIECES,
@@ -27,14 +27,13 @@ from draftsmith.drafters.compiled.captured import (
     steps_for,
 )
 from draftsmith.drafters.draft_shape import WindowedContext, Windows
-from draftsmith.drafters.init_from_target import BorrowsTables
+from draftsmith.drafters.init_from_target import LayeredDraft
 from draftsmith.drafters.interface import ForwardCapturable, UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.attention import AttentionContext
 from draftsmith.drafters.trees.growth import TreeLoop
 from draftsmith.drafters.unrolled.unroll import UnrollPass
 from draftsmith.drafters.weights import ReadBytes, weight_bytes
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.pool import LayerShape, PagedPool
 
 
 class CapturedHead(NamedTuple):
@@ -50,7 +49,7 @@ class CapturedHead(NamedTuple):
         self.logits.refresh()
 
 
-class FeatureHead(BorrowsTables, HasRotary, ForwardCapturable, TreeLoop):
+class FeatureHead(LayeredDraft, ForwardCapturable, TreeLoop):
     family: str
     taps: tuple[int, ...]
     config: LlamaConfig
@@ -75,10 +74,6 @@ class FeatureHead(BorrowsTables, HasRotary, ForwardCapturable, TreeLoop):
     def windowed(self, context: AttentionContext) -> AttentionContext:
         return WindowedContext(context, self.windows) if self.windows else context
 
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_position_embeddings
-
     def read_bytes(self) -> ReadBytes:
         return ReadBytes(proposal=0, token=weight_bytes([self], self.head_weight()))
 
@@ -101,16 +96,6 @@ class FeatureHead(BorrowsTables, HasRotary, ForwardCapturable, TreeLoop):
         if self._captured is None:
             return self.fuse(taps)
         return self._captured.fuse(taps.to(self.head_weight().dtype))  # captured of its own type
-
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> PagedPool:
-        return PagedPool.of_layers(self.cache_shapes(), num_blocks, block_size, device, dtype)
-
-    def cache_shapes(self) -> list[LayerShape]:
-        """Keys and values of each layer."""
-        heads, dim = self.config.num_key_value_heads, self.config.head_dim
-        return [LayerShape(heads, dim, dim)] * self.config.num_hidden_layers
 
     def unroll(self, batch: UnrollBatch) -> Iterator[UnrolledStep]:
         # the last column gets a wrong one, and nothing to predict
