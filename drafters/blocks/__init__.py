@@ -3,7 +3,6 @@
 Files in reading order:
 - `shape`: options, configuration, embeddings and heads of a draft's own
 - `block_unroll`: training: attention of blocks of slots
-- `block_drafting`: drafting of blocks
 - `dflash`: DFlash
 - `dspark`: DSpark
 
