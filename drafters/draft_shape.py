@@ -30,9 +30,16 @@ SHAPE_KEYS = (
 )  # fmt: skip
 
 
-def shape_of(target: CausalLM) -> dict[str, Any]:
-    """Llama's names for the target's dimensions; families that lack one get Llama's
-    default for it."""
+CHOSEN = (
+    "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim",
+)  # fmt: skip
+
+
+def shape_of(target: CausalLM, options: object = None) -> dict[str, Any]:
+    """Llama's names for the target's dimensions, but for those that the draft's `options` give;
+    families that lack one get Llama's default for it."""
+    given = {key: getattr(options, key, None) for key in CHOSEN}
     known = target.config.to_dict()
     hidden = target.hidden_size
     # Mamba has none: of a usual width.
@@ -50,6 +57,7 @@ def shape_of(target: CausalLM) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "attention_bias": False,
         **rope_of(known),
+        **{key: value for key, value in given.items() if value is not None},
     }
 
 

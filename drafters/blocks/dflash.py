@@ -116,11 +116,9 @@ class Dflash(LayeredDraft, CallLoop):
     def new(
         cls, options: DflashOptions, target: Target, token_counts: torch.Tensor | None
     ) -> Dflash:
-        shape = shape_of(target) | {"num_hidden_layers": options.num_layers}
-        if options.intermediate_size is not None:
-            shape["intermediate_size"] = options.intermediate_size
         taps = options.taps or default_taps(target.num_layers)
         check_draft_taps(taps, target.num_layers)
+        shape = shape_of(target, options) | {"num_hidden_layers": options.num_layers}
         config = layer_config(Qwen3Config, shape)
         drafter = cls(config, target, taps, cls.shape_from(options, target))
         # The head is frozen, so the last norm must fit it.
@@ -387,7 +385,6 @@ class Dflash(LayeredDraft, CallLoop):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Dflash:
-        folder = Path(folder)
         values = block_values(read_config(folder))
         tensors = read_tables(folder, values, read_weights(folder))
         check_block(values, folder, from_anchor=cls.from_anchor)

@@ -105,11 +105,8 @@ class Eagle1(FeatureHead):
         cls, options: Eagle1Options, target: Target, token_counts: torch.Tensor | None
     ) -> Eagle1:
         """The draft starts by repeating the state it is given."""
-        shape = shape_of(target)
-        if options.intermediate_size is not None:
-            shape["intermediate_size"] = options.intermediate_size
         drafter = cls(
-            llama_config(shape),
+            llama_config(shape_of(target, options)),
             target,
             windows=new_windows(options.window, 1),
             own_embeddings=not shares_embeddings(target),
@@ -152,7 +149,6 @@ class Eagle1(FeatureHead):
     def load(cls, folder: Path, target: Target) -> Eagle1:
         """Our own folder or one made elsewhere, with or without a bias, norms and embeddings. A
         copy of the target's head is let go."""
-        folder = Path(folder)
         values = flattened(read_config(folder))
         check_portable(values, target, folder)
         tensors = {renamed(name, PREFIXES): tensor for name, tensor in read_weights(folder).items()}

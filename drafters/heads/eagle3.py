@@ -130,7 +130,7 @@ class Eagle3(FeatureHead):
     def new(
         cls, options: Eagle3Options, target: Target, token_counts: torch.Tensor | None
     ) -> Eagle3:
-        config = llama_config(shape_of(target) | chosen_shape(options))
+        config = llama_config(shape_of(target, options))
         taps = options.taps or default_taps(target.num_layers)
         check_draft_taps(taps, target.num_layers)
         vocab_size = min(options.draft_vocab_size or target.vocab_size, target.vocab_size)
@@ -209,7 +209,6 @@ class Eagle3(FeatureHead):
     def load(cls, folder: Path, target: Target) -> Eagle3:
         """Our own folder or one made elsewhere, in the speculators layout too: any layer prefix,
         layer-id key and norms."""
-        folder = Path(folder)
         values = flattened(read_config(folder))
         check_portable(values, target, folder)
         tensors = {renamed(name, PREFIXES): tensor for name, tensor in read_weights(folder).items()}
@@ -238,19 +237,6 @@ class Eagle3(FeatureHead):
                 0, ids, True
             )
         return drafter.filled(tensors, folder)
-
-
-def chosen_shape(options: Eagle3Options) -> dict[str, int]:
-    keys = (
-        "num_hidden_layers",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    )
-    return {
-        key: value for key, value in asdict(options).items() if key in keys and value is not None
-    }
 
 
 @torch.no_grad()

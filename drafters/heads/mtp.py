@@ -81,12 +81,10 @@ class LlamaMtp(MtpHead):
     def new(
         cls, options: MtpOptions, target: Target, token_counts: torch.Tensor | None
     ) -> LlamaMtp:
-        shape = shape_of(target)
+        shape = shape_of(target, options)
         tap = None
         if not is_stitched(target):
             shape, tap = shape | block_heads(shape), FINAL
-        if options.intermediate_size is not None:
-            shape["intermediate_size"] = options.intermediate_size
         windows = new_windows(options.window, 1)
         drafter = cls(llama_config(shape), target, tap=tap, windows=windows)
         # The head is frozen, so the module must fit it: outputs of the size of the
@@ -152,7 +150,6 @@ class Mtp:
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> LlamaMtp | AppendedMtp | DeepMtp:
-        folder = Path(folder)
         values = read_config(folder)
         check_shape(text_values(values), target, folder)
         layout, count = layout_of(values), num_modules(text_values(values))
