@@ -12,9 +12,10 @@ other, so q of a chain is a product, and there is nothing for a tree to branch o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch import nn
 from draftsmith.drafters.autoregressive.call_graphs import CallLoop
 from draftsmith.drafters.autoregressive.draft_sampler import DraftSampler, DraftStep
 from draftsmith.drafters.autoregressive.padded_round import PaddedRound, RoundShape
+from draftsmith.drafters.autoregressive.state import Unread
 from draftsmith.drafters.blocks.block_unroll import BlockPass
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.init_from_target import checked_mask_token, probed
@@ -104,17 +106,35 @@ class Peagle(CallLoop, Eagle3):
             yield UnrolledStep(hidden=drafted, valid=has_next & (places >= depth), offset=2)
 
     def draft_call(self, inputs: DraftInputs, sampler: DraftSampler) -> None:
-        slots = Slots.of(inputs)
-        if len(slots.row) == 0:
+        """True states and masks of all rows are read in one pass."""
+        unread, budgets = Unread.of(inputs, self.ahead), sampler.budgets
+        if not unread.rows:
             return
+        # The slots of each row: its new true states, then k - 1 masks.
+        masks_of = [max(0, budgets[row] - 1) for row in unread.rows]
+        slots = unread._replace(counts=[sum(pair) for pair in zip(unread.counts, masks_of)])
+        # 0 at a row's last true state, beyond at its masks, below at earlier states
+        depth_of = slots.spread([1 - count for count in unread.counts])
+        last = len(inputs.tokens) - 1  # of a mask, any token will do
+        rows = [at for at, row in enumerate(unread.rows) if budgets[row] > 0]
+        ends = list(itertools.accumulate(slots.counts))
         # A row draws from its last true state and the masks after it.
-        rows = slots.rows[inputs.num_draft[slots.rows] > 0]
-        plan = sampler.plan(rows.tolist())
-        drawn = ((inputs.num_draft[slots.row] > 0) & (slots.depth >= 0)).nonzero()[:, 0]
-        budgets, newest = inputs.num_draft[rows], inputs.starts[rows] + inputs.lengths[rows] - 1
-        columns = (*slots.columns(), drawn, budgets.cumsum(0) - budgets, newest)
-        (*parts, drafting, begins, newest), depths = plan.sent(inputs.tokens.device, *columns)
-        logits = self.draft_logits(self._read(inputs, parts)[drafting])
+        drawn = [list(range(ends[at] - budgets[unread.rows[at]], ends[at])) for at in rows]
+        plan = sampler.plan([unread.rows[at] for at in rows])
+        parts, depths = plan.sent(
+            inputs.tokens.device,
+            unread.rows,
+            slots.counts,
+            slots.spread(slots.starts),
+            [min(at, last) for at in slots.spread(slots.begins)],
+            [at for at, depth in enumerate(depth_of) if depth > 0],
+            [at for at, depth in enumerate(depth_of) if depth <= 0],
+            [at for own in drawn for at in own],
+            [end - len(own) for end, own in zip(itertools.accumulate(map(len, drawn)), drawn)],
+            [unread.starts[at] + unread.counts[at] for at in rows],
+        )
+        *read, drafting, begins, newest = parts
+        logits = self.draft_logits(self._read(inputs, read)[drafting])
         for depth, (chosen, kept, _) in enumerate(depths):
             if kept is not None:
                 begins, newest = begins[kept], newest[kept]
@@ -152,8 +172,8 @@ class Peagle(CallLoop, Eagle3):
         return ReadBytes(proposal=super().read_bytes().token, token=0)
 
     def _read(self, inputs: DraftInputs, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """True states and masks of all rows in one pass -> what the head multiplies [T, H]; `parts`
-        are the `columns` of its slots, on the device."""
+        """What the head multiplies [T, H]. `parts`: rows and their numbers of slots [R], positions
+        and embedded tokens of the slots [T], which of these are masks, and which true states."""
         rows, counts, position, token, masks, true = parts
         ids = inputs.tokens[token].index_fill(0, masks, self.mask_token)
         hidden = (
@@ -175,7 +195,7 @@ class Peagle(CallLoop, Eagle3):
     @classmethod
     def load(cls, folder: Path, target: Target) -> Peagle:
         drafter = super().load(folder, target)
-        values = flattened(read_config(Path(folder)))
+        values = flattened(read_config(folder))
         named = [values[key] for key in MASK_KEYS if values.get(key) is not None]
         if not named:
             raise UserError(
@@ -183,41 +203,6 @@ class Peagle(CallLoop, Eagle3):
             )
         drafter.mask_token = checked_mask_token(target, named[0])
         return drafter
-
-
-class Slots(NamedTuple):
-    """Slots of one pass, on the host: the new true states of every row that has any, and k - 1
-    masks. T slots, R rows."""
-
-    rows: torch.Tensor  # [R] of the proposal
-    counts: torch.Tensor  # [R] slots of each
-    row: torch.Tensor  # [T]
-    position: torch.Tensor  # [T]
-    # [T] index into the inputs' tokens of the one that is embedded; of a mask nothing that means
-    # something
-    token: torch.Tensor
-    # [T] 0 at a row's last true state, beyond at its masks, below at earlier states
-    depth: torch.Tensor
-
-    def columns(self) -> tuple[torch.Tensor, ...]:
-        """Numbers for the device, the places of masks and of true states among them."""
-        masked = self.depth > 0
-        places = (masked.nonzero()[:, 0], (~masked).nonzero()[:, 0])
-        return (self.rows, self.counts, self.position, self.token, *places)
-
-    @classmethod
-    def of(cls, inputs: DraftInputs) -> Slots:
-        rows = (inputs.lengths > 1).nonzero()[:, 0]  # the last token of each row has no state yet
-        true = inputs.lengths[rows] - 1
-        counts = true + (inputs.num_draft[rows] - 1).clamp(min=0)
-        which = torch.repeat_interleave(counts)
-        offset = torch.arange(len(which), device=which.device) - (counts.cumsum(0) - counts)[which]
-        row = rows[which]
-        ends = inputs.lengths.cumsum(0)[row]
-        token = (ends - inputs.lengths[row] + 1 + offset).minimum(ends - 1)
-        return cls(
-            rows, counts, row, inputs.starts[row] + offset, token, offset - (true - 1)[which]
-        )
 
 
 def drafts_in_parallel(values: Mapping[str, Any]) -> bool:
