@@ -8,6 +8,7 @@ as known tokens. Legend: B rows, N nodes, T ragged positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,12 +16,48 @@ from draftsmith.drafters.interface import DraftInputs, GrowsTrees, Proposal, Ser
 from draftsmith.drafters.speculate import SpeculatedBatch, SpeculatedRow, SpeculationBatch, rows_of
 from draftsmith.drafters.target.target import Target, TargetOutput
 from draftsmith.drafters.tree_shape import TreeShape
-from draftsmith.drafters.trees.nodes import TreeSpan, tree_pass, tried
+from draftsmith.drafters.trees.nodes import node_depths, tried
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention.paged import PagedPass
+from draftsmith.kernels.attention.pool import TreeLayout
+from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import DraftTree
+
+
+class TreeSpan(NamedTuple):
+    """Tokens of a row in a pass."""
+
+    begin: int  # position of the first known token
+    num_known: int
+    parents: Sequence[int]  # of the nodes; -1: the last known token
+
+
+class TreePass(NamedTuple):
+    """Positions and attention layout of a pass with trees."""
+
+    positions: list[int]
+    layout: TreeLayout
+
+
+def tree_pass(spans: Sequence[TreeSpan], device: torch.device) -> TreePass:
+    """Positions, cache indices and ancestors of all tokens of a pass."""
+    positions: list[int] = []
+    kv_indices: list[int] = []
+    ancestors: list[int] = []
+    first: list[int] = []
+    for begin, num_known, parents in spans:
+        end = begin + num_known
+        bits: list[int] = []
+        for node, parent in enumerate(parents):
+            bits.append((1 if parent < 0 else bits[parent]) | 1 << (node + 1))
+        positions += range(begin, end)
+        positions += (end + depth for depth in node_depths(parents))
+        kv_indices += range(begin, end + len(parents))
+        ancestors += [-1] * num_known + bits
+        first += [end - 1] * (num_known + len(parents))
+    return TreePass(positions, TreeLayout(*sent(device, kv_indices, ancestors, first)))
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.kernels.attention.pool import TreeLayout
-from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.verify.verdict import DraftTree, ancestors, depths
 
 
@@ -147,46 +146,12 @@ def _put(places: torch.Tensor, values: torch.Tensor, width: int, empty: float) -
     return out.scatter(1, places, values)[:, :width]
 
 
-class TreeSpan(NamedTuple):
-    """Tokens of a row in a pass."""
-
-    begin: int  # position of the first known token
-    num_known: int
-    parents: Sequence[int]  # of the nodes; -1: the last known token
-
-
-class TreePass(NamedTuple):
-    """Positions and attention layout of a pass with trees."""
-
-    positions: list[int]
-    layout: TreeLayout
-
-
 def node_depths(parents: Sequence[int]) -> list[int]:
     """Depth of each node, 0 for children of the root."""
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
     return depths
-
-
-def tree_pass(spans: Sequence[TreeSpan], device: torch.device) -> TreePass:
-    """Positions, cache indices and ancestors of all tokens of a pass."""
-    positions: list[int] = []
-    kv_indices: list[int] = []
-    ancestors: list[int] = []
-    first: list[int] = []
-    for begin, num_known, parents in spans:
-        end = begin + num_known
-        bits: list[int] = []
-        for node, parent in enumerate(parents):
-            bits.append((1 if parent < 0 else bits[parent]) | 1 << (node + 1))
-        positions += range(begin, end)
-        positions += (end + depth for depth in node_depths(parents))
-        kv_indices += range(begin, end + len(parents))
-        ancestors += [-1] * num_known + bits
-        first += [end - 1] * (num_known + len(parents))
-    return TreePass(positions, TreeLayout(*sent(device, kv_indices, ancestors, first)))
 
 
 class NodeLayout(NamedTuple):
@@ -202,7 +167,7 @@ class NodeLayout(NamedTuple):
     def lay_out(
         self, positions: torch.Tensor, sources: torch.Tensor, places: torch.Tensor
     ) -> TreeLayout:
-        """Layout of a pass, the same as `tree_pass` makes.
+        """Layout of a pass.
 
         Args:
             positions: [T] int64, consecutive in each row; those of nodes are changed in place.

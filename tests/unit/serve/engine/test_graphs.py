@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.target.target import Target, TargetOutput
-from draftsmith.drafters.trees.nodes import NodeLayout, TreeSpan, tree_pass
+from draftsmith.drafters.trees.nodes import NodeLayout
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.constants import NULL_BLOCK
@@ -17,6 +17,7 @@ from draftsmith.kernels.cuda_graphs import CudaCapturer
 from draftsmith.kernels.verify.verdict import DraftTree
 from draftsmith.serve.engine.graphs import DraftedIds, PassGraphs, PassInputs
 from tests.device_traffic import StandInCapturer
+from tests.speculate_trees import TreeSpan, tree_pass
 
 BLOCK, MAX_BLOCKS, MAX_BATCH, PER_ROW, TAPS = 4, 8, 5, 6, (0, 3)
 

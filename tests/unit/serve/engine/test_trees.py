@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.drafters.interface import Proposal
-from draftsmith.drafters.trees.nodes import NodeLayout, TreeSpan, tree_pass
+from draftsmith.drafters.trees.nodes import NodeLayout
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import sent
 from draftsmith.kernels.verify.verdict import DraftTree, depths
@@ -23,6 +23,7 @@ from draftsmith.serve.requests.request import Request
 from draftsmith.serve.sampling.params import SamplingParams
 from tests import device_stand_in
 from tests.device_stand_in import on_device
+from tests.speculate_trees import TreeSpan, tree_pass
 
 CPU = torch.device("cpu")
 
