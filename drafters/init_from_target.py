@@ -53,7 +53,7 @@ class PortableDraft(NewDraft):
         return self.state_dict()
 
     def save(self, folder: Path) -> None:
-        write_weights(Path(folder), self.portable_config(), self.portable_tensors())
+        write_weights(folder, self.portable_config(), self.portable_tensors())
 
     def filled(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> Self:
         """The draft with the weights of a folder, in the type of its first matrix there."""

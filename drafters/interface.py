@@ -121,17 +121,10 @@ class Remembering(Protocol):
         ...
 
 
-@runtime_checkable
-class Positioned(Protocol):
-    """A drafter made for texts of at most so many tokens, drafted ones included."""
-
-    @property
-    def max_positions(self) -> int | None: ...
-
-
 def draft_positions(drafter: ServingDrafter | None) -> int | None:
-    """Tokens up to which a drafter may draft; None where it has no positions of its own."""
-    return drafter.max_positions if isinstance(drafter, Positioned) else None
+    """Length in tokens up to which a drafter may draft, its `max_positions`; None where it has no
+    positions of its own."""
+    return getattr(drafter, "max_positions", None)
 
 
 @runtime_checkable

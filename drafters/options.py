@@ -126,7 +126,12 @@ class DraftOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Options:
+class DrafterOptions:
+    """Options of a draft of one family, whose own class has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(DrafterOptions):
     """One decoder layer over a few taps of the target."""
 
     taps: tuple[int, ...] | None = None
@@ -151,7 +156,7 @@ class PeagleOptions(Eagle3Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpOptions:
+class MtpOptions(DrafterOptions):
     """Decoder layers of the target's shape over its final state: one, applied again and again, or
     one for each drafted token."""
 
@@ -161,7 +166,7 @@ class MtpOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle1Options:
+class Eagle1Options(DrafterOptions):
     """One decoder layer of the target's width over its final state."""
 
     intermediate_size: int | None = None
@@ -169,7 +174,7 @@ class Eagle1Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaOptions:
+class MedusaOptions(DrafterOptions):
     """Small heads on the target's final state, one a draft position."""
 
     num_heads: int = 4
@@ -177,7 +182,7 @@ class MedusaOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpOptions:
+class MlpOptions(DrafterOptions):
     """A recurrent network of one layer over the target's final state and the drafted tokens, with
     tied weights."""
 
@@ -186,7 +191,7 @@ class MlpOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftLmOptions:
+class DraftLmOptions(DrafterOptions):
     """A causal LM of its own: an existing one, layers of the target, or a new Llama of the given
     shape over its vocabulary."""
 
@@ -202,7 +207,7 @@ class DraftLmOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DflashOptions:
+class DflashOptions(DrafterOptions):
     """A few layers that draft a block in one pass."""
 
     taps: tuple[int, ...] | None = None
@@ -220,17 +225,6 @@ class DsparkOptions(DflashOptions):
     markov_rank: int = 64
 
 
-DrafterOptions = (
-    Eagle3Options
-    | PeagleOptions
-    | MtpOptions
-    | DraftLmOptions
-    | Eagle1Options
-    | MedusaOptions
-    | MlpOptions
-    | DflashOptions
-    | DsparkOptions
-)
 OPTIONS: dict[str, type[DrafterOptions]] = {
     "eagle3": Eagle3Options,
     "p-eagle": PeagleOptions,

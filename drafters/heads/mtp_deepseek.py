@@ -179,7 +179,7 @@ class AppendedMtp(MtpHead):
 
     def save(self, folder: Path) -> None:
         config = self.config_values(1)
-        write_weights(Path(folder), config, self.published(config, 0))
+        write_weights(folder, config, self.published(config, 0))
 
     def config_values(self, num_modules: int) -> dict[str, Any]:
         """The config of a folder with so many modules."""
@@ -275,7 +275,7 @@ class DeepMtp(nn.Module, DraftLoop):
         named: dict[str, torch.Tensor] = {}
         for index, head in enumerate(self.heads):
             named |= head.published(config, index)
-        write_weights(Path(folder), config, named)
+        write_weights(folder, config, named)
 
     @property
     def max_positions(self) -> int:
@@ -292,9 +292,8 @@ class DeepMtp(nn.Module, DraftLoop):
     def new_pool(
         self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> PagedPool:
-        pools = [head.new_pool(num_blocks, block_size, device, dtype) for head in self.heads]
-        keys = [key for pool in pools for key in pool.keys]
-        return PagedPool(keys, [value for pool in pools for value in pool.values], block_size)
+        shapes = [shape for head in self.heads for shape in head.cache_shapes()]
+        return PagedPool.of_layers(shapes, num_blocks, block_size, device, dtype)
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """The last module reads `max_depth` tokens ahead of its position, and later ones than the

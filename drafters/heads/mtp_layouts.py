@@ -144,10 +144,6 @@ def num_modules(config: Mapping[str, Any]) -> int:
     return next((int(count) for count in counts if count), 1)
 
 
-def is_appended(config: Mapping[str, Any]) -> bool:
-    return layout_of(config) is not None
-
-
 def own_names(
     tensors: Mapping[str, torch.Tensor], layout: ShippedLayout
 ) -> dict[str, torch.Tensor]:

@@ -110,7 +110,6 @@ class DraftLm(NewDraft, ForwardCapturable, ChainLoop):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> DraftLm:
-        folder = Path(folder)
         read_config(folder)
         read_weights(folder)  # for what it refuses; transformers then does the mapping of names
         check_tokenizer(folder, target)
@@ -120,7 +119,6 @@ class DraftLm(NewDraft, ForwardCapturable, ChainLoop):
 
     def save(self, folder: Path) -> None:
         """A plain model folder, adapters merged; files appear whole, one by one."""
-        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         state = merged_state(self.model)
         check_finite(state, "the draft to be saved")
@@ -315,8 +313,10 @@ def pruned_state(target: Target, layers: Sequence[int]) -> dict[str, torch.Tenso
     stack = (
         next(name for name, module in target.model.named_modules() if module is target.layers) + "."
     )
-    state = {}
-    for name, tensor in _plain_state(target).items():
+    model, state = target.model, {}
+    # Of quantised weights the numbers that they stand for.
+    plain = numbers_of(model) if quantisation(model.config) else model.state_dict()
+    for name, tensor in plain.items():
         if name.startswith(stack):
             number, _, rest = name.removeprefix(stack).partition(".")
             if int(number) not in layers:
@@ -324,9 +324,3 @@ def pruned_state(target: Target, layers: Sequence[int]) -> dict[str, torch.Tenso
             name = f"{stack}{layers.index(int(number))}.{rest}"
         state[name] = whole(tensor).float()
     return state
-
-
-def _plain_state(target: Target) -> dict[str, torch.Tensor]:
-    """The target's state; of quantised weights the numbers that they stand for."""
-    model = target.model
-    return numbers_of(model) if quantisation(model.config) else model.state_dict()

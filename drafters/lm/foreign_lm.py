@@ -45,7 +45,7 @@ class ForeignLm(DraftLm):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> ForeignLm:
-        read_weights(Path(folder))  # for what it refuses
+        read_weights(folder)  # for what it refuses
         trust = target.trust_remote_code
         model = load_model(folder, trust_remote_code=trust, device=target.device)
         size = model.get_output_embeddings().weight.shape[0]

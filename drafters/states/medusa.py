@@ -171,7 +171,6 @@ class Medusa(StateHead):
     @classmethod
     def load(cls, folder: Path, target: Target) -> Medusa:
         """Ours, vLLM's, or the original layout with `medusa_lm_head.safetensors` or `.pt`."""
-        folder = Path(folder)
         values = read_config(folder)
         tensors = {own_name(name): tensor for name, tensor in read_weights(folder).items()}
         check_shape(values, target, folder)

@@ -126,7 +126,6 @@ class Mlp(StateHead):
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> Mlp:
-        folder = Path(folder)
         values = sizes_in(read_config(folder), folder)
         check_config(values, target, folder)
         drafter = cls(

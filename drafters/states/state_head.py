@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -23,12 +22,6 @@ from draftsmith.drafters.interface import DraftInputs, UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.weights import ReadBytes
 from draftsmith.kernels.attention.pool import PagedPool
-
-
-class NewestState(NamedTuple):
-    tokens: torch.Tensor  # [R] the newest committed ones
-    state: torch.Tensor  # [R, H], what depth 0 starts from
-    positions: torch.Tensor  # [R] of the tokens
 
 
 class StateHead(PortableDraft, CallLoop):
@@ -124,11 +117,12 @@ class StateHead(PortableDraft, CallLoop):
 
     def newest(
         self, inputs: DraftInputs, taps: torch.Tensor, parts: Sequence[torch.Tensor]
-    ) -> NewestState:
-        """`parts` are the `newest_columns` of R rows, on the device; `taps` are those of
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(newest committed tokens [R], states [R, H] that depth 0 starts from, positions [R] of
+        the tokens). `parts` are the `newest_columns` of R rows, on the device; `taps` are those of
         `inputs`."""
         tap_rows, token_rows, positions = parts
-        return NewestState(inputs.tokens[token_rows], self.begin(taps[tap_rows]), positions)
+        return inputs.tokens[token_rows], self.begin(taps[tap_rows]), positions
 
     def cached_after(self, last: int, drafted: int, accepted: int) -> int:
         """There is no cache; one state is needed, that before the newest token."""

@@ -174,8 +174,6 @@ class Target(CausalLM):
         max_new_tokens: int,
         temperature: float = 0.0,
         top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
         seeds: Sequence[int] | None = None,
         batch_size: int = 16,
         ignore_eos: bool = False,
@@ -203,13 +201,7 @@ class Target(CausalLM):
             part = slice(begin, begin + batch_size)
             ids, padding, mask = _left_padded(prompts[part], filler, self.device)
             size = len(ids)
-            rows = SamplingRows.of(
-                [temperature] * size,
-                top_k=[top_k] * size,
-                top_p=[top_p] * size,
-                min_p=[min_p] * size,
-                device=self.device,
-            )
+            rows = SamplingRows.of([temperature] * size, top_k=[top_k] * size, device=self.device)
             draw = SeededDraw(rows, streams[part].to(self.device), padding)
             output = self.model.generate(
                 input_ids=ids,

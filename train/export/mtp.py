@@ -13,14 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.drafters.draft_shape import rope_of
 from draftsmith.drafters.heads.mtp import READS_FINAL, STITCHED, uses_window
-from draftsmith.drafters.heads.mtp_layouts import (
-    MIMO,
-    QWEN,
-    is_appended,
-    layout_of,
-    swapped,
-    text_values,
-)
+from draftsmith.drafters.heads.mtp_layouts import MIMO, QWEN, layout_of, swapped, text_values
 from draftsmith.drafters.init_from_target import shares_embeddings
 from draftsmith.drafters.weights import read_weights, safe_files, stored_tensors, write_weights
 from draftsmith.errors import UserError
@@ -45,7 +38,7 @@ MODULE_FILE = "model-mtp.safetensors"
 
 
 def write_mtp(source: ExportSource, out: Path) -> None:
-    if is_appended(source.config):
+    if layout_of(source.config) is not None:
         check_routing(source.target_config)
         write_back(source, out, for_vllm(source, read_weights(source.draft)))
         return
