@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import enum
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,13 +96,6 @@ class _Rows(ctypes.Structure):
     _fields_ = [*((name, _number) for name in RowAddresses._fields), ("layers", ctypes.c_void_p)]
 
 
-@cache
-def _run() -> Any:
-    pointer = ctypes.c_void_p
-    arguments = [pointer, _number, pointer, _number, pointer, ctypes.c_int]
-    return function_of(SOURCE, "run", arguments, ctypes.c_int)
-
-
 class CallList:
     """Made by `call_list`. The list, alive, keeps `held`; what else its places name is the
     caller's to keep."""
@@ -147,5 +139,5 @@ def packed(call: KernelCall) -> _Call:
 def call_list(calls: Sequence[KernelCall], held: Sequence[Any] = ()) -> CallList | None:
     """`held`: objects whose memory the fixed addresses lie in. None where there is no C++
     compiler."""
-    function = _run()
+    function = function_of(SOURCE, "run", "pnpnpi", result="i")
     return None if function is None else CallList(function, calls, held)

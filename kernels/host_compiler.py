@@ -13,10 +13,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from draftsmith.files import cache_folder
 from draftsmith.progress import say
@@ -31,6 +32,13 @@ FLAGS = (
 )  # fmt: skip
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("host_numbers.h", "host_threads.h"))
 MOST_S = 120.0
+# Types of numbers that functions are compiled for, as their names end.
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# Types of arguments and results, as signatures have them.
+_LETTERS = {
+    "p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "b": ctypes.c_bool,
+    "f": ctypes.c_float, "d": ctypes.c_double,
+}  # fmt: skip
 
 
 @cache
@@ -43,17 +51,25 @@ def compiled(source: Path) -> ctypes.CDLL | None:
         return None
 
 
+@cache
 def function_of(
-    source: Path, name: str, arguments: Sequence[Any], result: Any = None
+    source: Path, name: str, signature: str, *dtypes: torch.dtype, result: str = ""
 ) -> Any | None:
-    """A function of the library of `source`, its types as ctypes has them; None where the library
-    cannot be made."""
-    library = compiled(source)
+    """The function of the library of `source` whose name is `name` and its `dtypes`. A letter of
+    `signature` is the type of an argument. None where the library cannot be made, and for a type
+    that is none of `DTYPES`."""
+    library = compiled(source) if all(dtype in DTYPES for dtype in dtypes) else None
     if library is None:
         return None
-    function = getattr(library, name)
-    function.argtypes, function.restype = arguments, result
+    function = library["_".join([name, *(DTYPES[dtype] for dtype in dtypes)])]
+    function.argtypes = [_LETTERS[letter] for letter in signature]
+    function.restype = _LETTERS.get(result)
     return function
+
+
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """As a function takes it; the caller keeps the tensor alive."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _load(source: Path) -> ctypes.CDLL:

@@ -40,6 +40,7 @@ from draftsmith.kernels.call_list import (
     at,
     call_list,
 )
+from draftsmith.kernels.host_compiler import address_of
 from draftsmith.kernels.products.few_rows import MOST_ROWS
 
 log = logging.getLogger(__name__)
@@ -289,7 +290,7 @@ def _call(
             held.append(product)
         else:
             value = tables[value.number] if isinstance(value, Table) else value
-            places.append(at(None if value is None else value.data_ptr()))
+            places.append(at(address_of(value)))
             held.append(value)
             numbers += [] if value is None or step.kind is not CallKind.ROWS else [len(value)]
     return KernelCall(step.kind, function, places, numbers, step.reals)

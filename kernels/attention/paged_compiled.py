@@ -7,7 +7,6 @@ Legend as in `paged.py`.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from functools import cache, lru_cache
 from pathlib import Path
@@ -21,21 +20,16 @@ from draftsmith.kernels.call_list import RowAddresses
 from draftsmith.kernels.host_compiler import function_of
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
-NAMES = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
 # Queries that share the keys of a head. torch is as fast from about 16 on; up to here a token has
 # the same bits alone and in a verification.
 MOST_QUERIES = 32
 MOST_DIM = 256  # `kMostDim` of the source
 
-_pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS = [_pointer] * 10 + [_number] * 16 + [ctypes.c_float, ctypes.c_int]
-
 
 @cache
 def kernel(dtype: torch.dtype) -> Any:
     """The compiled function for keys of that dtype; None where there is none."""
-    name = NAMES.get(dtype)
-    return function_of(SOURCE, name, _ARGUMENTS, ctypes.c_bool) if name else None
+    return function_of(SOURCE, "attend", 10 * "p" + 16 * "n" + "fi", dtype, result="b")
 
 
 class CompiledContext(GatheredContext):

@@ -4,8 +4,6 @@ their target logits share the target's distribution."""
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +12,17 @@ import torch
 from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.divergence.kind import DivergenceKind
 from draftsmith.kernels.divergence.rows import RowInputs, RowTerms
-from draftsmith.kernels.host_compiler import function_of
+from draftsmith.kernels.host_compiler import address_of, function_of
 
 SOURCE = Path(__file__).with_name("rows_cpu.cpp")
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # jsd, whose mixture needs a logarithm of every token, is torch's.
 CODES = {
     "forward-kl": 0, "reverse-kl": 1, "tv": 2, "tvd++": 3, "lk-alpha": 4, "lk-hybrid": 5, "ce": 6,
 }  # fmt: skip
 
-_pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS = [ctypes.c_int, _pointer, _number, _pointer, _number, *[_pointer] * 4]
-_ARGUMENTS += [ctypes.c_double, *[_number] * 4, *[_pointer] * 4, ctypes.c_int]
 
-
-@cache
 def _kernel(draft: torch.dtype, target: torch.dtype) -> Any:
-    if not (draft in NAMES and target in NAMES):
-        return None
-    return function_of(SOURCE, f"diverge_{NAMES[draft]}_{NAMES[target]}", _ARGUMENTS)
+    return function_of(SOURCE, "diverge", "ipnpnppppdnnnnppppi", draft, target)
 
 
 def divergence_rows_compiled(kind: DivergenceKind, rows: RowInputs) -> RowTerms | None:
@@ -60,10 +50,10 @@ def divergence_rows_compiled(kind: DivergenceKind, rows: RowInputs) -> RowTerms 
         draft.stride(0),
         target.data_ptr(),
         target.stride(0),
-        _address(which),
+        address_of(which),
         weights.data_ptr(),
-        _address(vocab_map),
-        _address(columns),
+        address_of(vocab_map),
+        address_of(columns),
         kind.parameter,
         len(draft),
         draft.shape[-1],
@@ -112,7 +102,3 @@ def _are_in_range(
 
 def _are_below(indices: torch.Tensor, limit: int) -> bool:
     return bool(((indices >= 0) & (indices < limit)).all())
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

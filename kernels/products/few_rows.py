@@ -6,14 +6,12 @@ for early is measured (`readings`).
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.kernels.host_compiler import function_of
+from draftsmith.kernels.host_compiler import address_of, function_of
 from draftsmith.kernels.host_memory import empty_in_huge_pages
 from draftsmith.kernels.measured import CHOICES, Choices
 from draftsmith.kernels.products.readings import ReadWeights, fastest_readings
@@ -21,13 +19,9 @@ from draftsmith.kernels.products.readings import ReadWeights, fastest_readings
 SOURCE = Path(__file__).with_name("few_rows_cpu.cpp")
 # Rows of one pass of kernels. With more, others may be faster.
 MOST_ROWS = 64
-# dtype -> its name in the source, and the numbers of which the width is a multiple.
-KINDS = {torch.float32: ("float32", 1), torch.bfloat16: ("bfloat16", 2)}
+# Numbers of which the width is a multiple.
+STEPS = {torch.float32: 1, torch.bfloat16: 2}
 _NARROW = 16  # outputs of which there is room for a multiple: at least a register
-
-_pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_MULTIPLY = [_pointer] * 4 + [_number] * 4 + [ctypes.c_int]
-_LAY_OUT = [_pointer] * 2 + [_number] * 2 + [ctypes.c_int]
 
 
 class _Kernel(NamedTuple):
@@ -35,13 +29,10 @@ class _Kernel(NamedTuple):
     lay_out: Any
 
 
-@cache
 def _kernel(dtype: torch.dtype, gated: bool = False) -> _Kernel | None:
-    if dtype not in KINDS:
-        return None
-    name = ("gated_" if gated else "") + KINDS[dtype][0]
-    multiply = function_of(SOURCE, f"multiply_{name}", _MULTIPLY)
-    lay_out = function_of(SOURCE, f"lay_out_{name}", _LAY_OUT)
+    kind = "_gated" if gated else ""
+    multiply = function_of(SOURCE, f"multiply{kind}", "ppppnnnni", dtype)
+    lay_out = function_of(SOURCE, f"lay_out{kind}", "ppnni", dtype)
     return None if multiply is None else _Kernel(multiply, lay_out)
 
 
@@ -65,7 +56,7 @@ class FewRows:
         self.function, self._bias = kernel.multiply, bias  # as `call_list` calls it
         room = -(-self.num_outputs // _NARROW) * _NARROW * halves
         self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
-        self.pointers = (self._weight.data_ptr(), None if bias is None else bias.data_ptr())
+        self.pointers = (self._weight.data_ptr(), address_of(bias))
         kernel.lay_out(
             weight.data_ptr(),
             self._weight.data_ptr(),
@@ -116,7 +107,7 @@ def few_rows(
     that a pass reads, by default of this one alone."""
     (rows, width), dtype = weight.shape, weight.dtype
     kernel = _kernel(dtype, gated)
-    if kernel is None or width % KINDS[dtype][1]:
+    if kernel is None or width % STEPS[dtype]:
         return None
 
     def multiply(count: int, weights: int, outputs: int, readings: int) -> None:

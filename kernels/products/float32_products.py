@@ -11,10 +11,8 @@ that type, and torch takes several times as long.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from draftsmith.kernels.dispatch import reads_freely
-from draftsmith.kernels.host_compiler import HEADERS, function_of
+from draftsmith.kernels.host_compiler import HEADERS, address_of, function_of
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import SOURCE
 
@@ -34,14 +32,11 @@ TORCH, KERNEL = "torch", "few_rows"
 # What is timed: a layer's product and the two of its backward pass.
 _TIMED_ROWS, _TIMED_WIDTH, _TIMED_OUTPUTS = 256, 512, 768
 PLAIN = {torch.Tensor, torch.nn.Parameter}
-_pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
 
-@cache
 def _function() -> Any:
     """None where there is no compiler."""
-    arguments = [_pointer] * 4 + [_number] * 3 + [ctypes.c_int] * 2
-    return function_of(SOURCE, "multiply_plain_float32", arguments)
+    return function_of(SOURCE, "multiply_plain_float32", "ppppnnnii")
 
 
 _chosen: dict[int, bool] = {}  # by the number of threads
@@ -109,7 +104,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> tor
     _function()(
         a.data_ptr(),
         b.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        address_of(bias),
         out.data_ptr(),
         len(a),
         width,

@@ -7,24 +7,20 @@ Each rounds to the dtype where the several operations do. Legend: T tokens, D wi
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftsmith.kernels.host_compiler import function_of
+from draftsmith.kernels.host_compiler import address_of, function_of
 
 SOURCE = Path(__file__).with_name("row_steps_cpu.cpp")
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
-_pointer, _number, _real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ARGUMENTS: dict[str, list[Any]] = {
-    "normalise": [_pointer] * 3 + [_number] * 2 + [_real] * 2 + [ctypes.c_int],
-    "rotate": [_pointer] * 4 + [_number] * 5 + [ctypes.c_int],
-    "gate": [_pointer] * 3 + [_number] * 4 + [ctypes.c_int],
-    "add": [_pointer] * 3 + [_number] * 4 + [ctypes.c_int],
+_SIGNATURES = {
+    "normalise": "pppnnffi",
+    "rotate": "ppppnnnnni",
+    "gate": "pppnnnni",
+    "add": "pppnnnni",
 }
 
 
@@ -33,7 +29,7 @@ class RowSteps:
 
     def __init__(self, functions: dict[str, Any]):
         self.functions = functions  # as `call_list` calls them
-        self._normalise, self._rotate, self._gate, _ = (functions[name] for name in _ARGUMENTS)
+        self._normalise, self._rotate, self._gate, _ = (functions[name] for name in _SIGNATURES)
 
     def normalise(
         self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, share: float
@@ -45,7 +41,7 @@ class RowSteps:
         out = torch.empty_like(x)
         self._normalise(
             x.data_ptr(),
-            None if weight is None else weight.data_ptr(),
+            address_of(weight),
             out.data_ptr(),
             x.numel() // width,
             width,
@@ -98,10 +94,5 @@ class RowSteps:
 @cache
 def row_steps(dtype: torch.dtype) -> RowSteps | None:
     """None where that is not possible: no C++ compiler, another dtype than float32 and bfloat16."""
-    if dtype not in NAMES:
-        return None
-    found = {
-        name: function_of(SOURCE, f"{name}_{NAMES[dtype]}", arguments)
-        for name, arguments in _ARGUMENTS.items()
-    }
+    found = {name: function_of(SOURCE, name, types, dtype) for name, types in _SIGNATURES.items()}
     return None if None in found.values() else RowSteps(found)

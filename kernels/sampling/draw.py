@@ -3,8 +3,6 @@ kernel, in one call in place of dozens of operations. N rows, V vocabulary."""
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,14 +49,11 @@ def draw_several(
 
 
 SOURCE = Path(__file__).with_name("draw_cpu.cpp")
-_pointer, _number = ctypes.c_void_p, ctypes.c_int64
-ROWS: list[Any] = [_pointer, _number, *[_pointer] * 4]  # `rows_of`'s arguments
-ARGUMENTS = [*ROWS, *[_pointer] * 2, _number, *[_pointer] * 2, *[_number] * 2, ctypes.c_int]
+ROWS = "pnpppp"  # `rows_of`'s arguments
 
 
-@cache
 def draw_kernel() -> Any:
-    return function_of(SOURCE, "draw", ARGUMENTS, ctypes.c_bool)
+    return function_of(SOURCE, "draw", ROWS + "ppnppnni", result="b")
 
 
 def takes(logits: torch.Tensor) -> bool:

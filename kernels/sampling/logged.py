@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,16 +211,11 @@ def _indices(runs: list[tuple[int, int]]) -> list[int]:
 
 
 SOURCE = Path(__file__).with_name("logged_cpu.cpp")
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 MOST_KEPT = 128  # `kGroups` of the source
-_pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS = [_pointer, _number, *[_pointer] * 2, *[_number] * 3, *[_pointer] * 3, ctypes.c_int]
 
 
-@cache
 def _kernel(dtype: torch.dtype) -> Any:
-    name = NAMES.get(dtype)
-    return function_of(SOURCE, f"reduce_{name}", _ARGUMENTS) if name else None
+    return function_of(SOURCE, "reduce", "pnppnnnpppi", dtype)
 
 
 def prepare_arrays() -> None:

@@ -12,11 +12,10 @@ the first, which is a chain's only one), the drafted tokens of a block. Key plus
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -291,9 +290,8 @@ def _mix(x: int) -> int:
 SOURCE = Path(__file__).with_name("noise_cpu.cpp")
 
 
-@cache
 def _kernel() -> Any:
-    return function_of(SOURCE, "uniforms_float32", [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2)
+    return function_of(SOURCE, "uniforms_float32", "pppnn")
 
 
 def uniforms_compiled(

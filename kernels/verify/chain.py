@@ -15,15 +15,13 @@ of the B requests have drafted tokens, and come first.
 
 from __future__ import annotations
 
-import ctypes
 import math
-from functools import cache
 from typing import Any
 
 import torch
 
 from draftsmith.kernels.dispatch import operation
-from draftsmith.kernels.host_compiler import function_of
+from draftsmith.kernels.host_compiler import address_of, function_of
 from draftsmith.kernels.sampling.draw import ROWS, SOURCE, rows_of, takes
 from draftsmith.kernels.sampling.filters import SamplingRows, clean, process
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
@@ -152,15 +150,8 @@ def no_drafts(logits: torch.Tensor) -> Drafts:
     return Drafts(none.view(0, 0), none, None, none)
 
 
-_pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS: list[Any] = [
-    *ROWS, *[_pointer] * 4, *[_number] * 2, *[_pointer] * 3, *[_number] * 2, ctypes.c_int,
-]  # fmt: skip
-
-
-@cache
 def _kernel() -> Any:
-    return function_of(SOURCE, "verify_chains", _ARGUMENTS, ctypes.c_bool)
+    return function_of(SOURCE, "verify_chains", ROWS + "ppppnnpppnni", result="b")
 
 
 def verify_logits_compiled(
@@ -181,9 +172,7 @@ def verify_logits_compiled(
         if not (drafts.logits is None or takes(drafts.logits)):
             return None
         given = [None if part is None else part.contiguous() for part in drafts]
-        tokens, lengths, q_logits, sizes = [
-            None if one is None else one.data_ptr() for one in given
-        ]
+        tokens, lengths, q_logits, sizes = map(address_of, given)
         num_drafting, num_draft = drafts.tokens.shape
     num_rows = len(seeds)
     verdicts = torch.empty(num_rows, num_draft + 2, dtype=torch.int64)

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels import host_compiler
+from draftsmith.kernels.host_compiler import DTYPES
 from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products import few_rows as module
-from draftsmith.kernels.products.few_rows import KINDS, MOST_ROWS, FewRows, few_rows
+from draftsmith.kernels.products.few_rows import MOST_ROWS, FewRows, few_rows
 from draftsmith.kernels.products.readings import CANDIDATES, LEAST_BYTES
 from draftsmith.kernels.products.row_steps import row_steps
 
@@ -32,8 +33,12 @@ SHAPES = [(1, 2), (16, 6), (17, 6), (33, 8), (47, 510), (48, 512), (49, 514), (1
 def forgotten() -> Iterator[None]:
     """Kernels that a test has replaced are made again for the next one."""
     yield
-    module._kernel.cache_clear()
-    host_compiler.compiled.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    for made in (host_compiler.function_of, host_compiler.compiled):
+        made.cache_clear()
 
 
 def case(
@@ -56,7 +61,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max().item()
 
 
-@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize(("outputs", "width"), SHAPES)
 def test_products_are_those_of_float64(outputs: int, width: int, dtype: torch.dtype) -> None:
     rows, weight, bias = case(outputs, width, dtype)
@@ -75,7 +80,7 @@ def test_products_are_those_of_float64(outputs: int, width: int, dtype: torch.dt
     assert not torch.equal(changed[:, -1], made(case(outputs, width, dtype)[1], None)(rows)[:, -1])
 
 
-@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_rows_product_does_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
     rows, weight, bias = case(100, 1538, dtype)
     linear = made(weight, bias)
@@ -89,7 +94,7 @@ def test_a_rows_product_does_not_depend_on_the_other_rows(dtype: torch.dtype) ->
     assert torch.equal(found[others], together[others])
 
 
-@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize(("units", "width"), [*SHAPES, (96, 8), (144, 514), (8500, 256)])
 def test_a_gated_product_has_the_bits_of_product_and_gate(
     units: int, width: int, dtype: torch.dtype
@@ -112,7 +117,7 @@ def reading_with(choose: Callable[[str], bool], folder: Path) -> Choices:
     return Choices(folder, lambda name, way: 1.0 if choose(name) else 2.0)
 
 
-@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("outputs, gated", [(24, True), (100, False), (240, False), (240, True)])
 def test_every_way_to_read_weights_has_the_same_bits(
     dtype: torch.dtype, gated: bool, outputs: int, tmp_path: Path
@@ -149,14 +154,13 @@ def test_any_shape_equals_plain_layers(count: int, outputs: int, width: int, thr
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("dtype", list(DTYPES))
 def test_processors_without_wide_registers_have_the_same(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, forgotten: None
 ) -> None:
     rows, weight, bias = case(100, 1538, dtype)
     here = made(weight, bias)(rows)
-    module._kernel.cache_clear()
-    host_compiler.compiled.cache_clear()
+    forget()
     plain = tuple(flag for flag in host_compiler.FLAGS if flag != "-march=native")
     assert len(plain) == len(host_compiler.FLAGS) - 1
     monkeypatch.setattr(host_compiler, "FLAGS", plain)
@@ -198,6 +202,5 @@ def test_what_the_kernel_does_not_know_is_left_to_others(
 ) -> None:
     assert few_rows(torch.ones(4, 3).bfloat16(), None) is None  # an odd width
     assert few_rows(torch.ones(4, 4).half(), None) is None
-    module._kernel.cache_clear()
-    monkeypatch.setattr(module, "function_of", lambda *given: None)
+    monkeypatch.setattr(module, "function_of", lambda *given, **others: None)
     assert few_rows(torch.ones(4, 4), None) is None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.kernels.products.row_steps import NAMES, RowSteps, row_steps
+from draftsmith.kernels.host_compiler import DTYPES
+from draftsmith.kernels.products.row_steps import RowSteps, row_steps
 
 pytestmark = pytest.mark.skipif(row_steps(torch.float32) is None, reason="there is no C++ compiler")
 CLOSE = {torch.float32: {"rtol": 2e-6, "atol": 2e-6}, torch.bfloat16: {"rtol": 0.008, "atol": 1e-6}}
-dtypes = pytest.mark.parametrize("dtype", list(NAMES))
+dtypes = pytest.mark.parametrize("dtype", list(DTYPES))
 
 
 def steps(dtype: torch.dtype) -> RowSteps:

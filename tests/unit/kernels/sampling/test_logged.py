@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from draftsmith.kernels.host_compiler import DTYPES
 from draftsmith.kernels.sampling import logged
-from draftsmith.kernels.sampling.logged import NAMES, prob_arrays
+from draftsmith.kernels.sampling.logged import prob_arrays
 from draftsmith.record import ProbArrays
 
 compiler = pytest.mark.skipif(
@@ -50,7 +51,7 @@ def check(found: ProbArrays, logits: torch.Tensor, tokens: list[int], temperatur
 
 
 @compiler
-@pytest.mark.parametrize("dtype", list(NAMES))
+@pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("num_tokens", [1, 7, 63, 64, 65, 128, 300, 1024, 4001, 32_007])
 def test_the_compiled_distributions_are_those_of_float64(
     num_tokens: int, dtype: torch.dtype
