@@ -43,39 +43,37 @@ class CallKind(enum.IntEnum):
     CLEAR = 8
 
 
-class ArgumentPlace(NamedTuple):
-    """The address `bases[base] + per_token * T + fixed`, in bytes."""
+class ArgumentPlace(ctypes.Structure):
+    """The address `bases[base] + per_token * T + fixed`, in bytes; `bases[0]` is 0."""
 
-    base: int
-    per_token: int
-    fixed: int
+    _fields_ = [("base", _number), ("per_token", _number), ("fixed", _number)]
 
 
-def at(address: int | None) -> ArgumentPlace:
-    """`bases[0]` is 0."""
-    return ArgumentPlace(0, 0, address or 0)
+class KernelCall(ctypes.Structure):
+    """`function` is a compiled kernel; None for `COPY`, `ROWS` and `CLEAR`."""
 
-
-class KernelCall(NamedTuple):
-    kind: CallKind
-    function: Any  # of a compiled kernel; None for `COPY`, `ROWS` and `CLEAR`
-    places: Sequence[ArgumentPlace]
-    numbers: Sequence[int]
-    reals: Sequence[float] = ()
-
-
-class _Place(ctypes.Structure):
-    _fields_ = [(name, _number) for name in ArgumentPlace._fields]
-
-
-class _Call(ctypes.Structure):
     _fields_ = [
         ("kind", _number),
         ("function", ctypes.c_void_p),
-        ("places", _Place * _MOST_PLACES),
+        ("places", ArgumentPlace * _MOST_PLACES),
         ("numbers", _number * _MOST_NUMBERS),
         ("reals", ctypes.c_float * _MOST_REALS),
     ]
+
+    @classmethod
+    def of(
+        cls,
+        kind: CallKind,
+        function: Any,
+        places: Sequence[ArgumentPlace],
+        numbers: Sequence[int],
+        reals: Sequence[float],
+    ) -> KernelCall:
+        address = ctypes.cast(function, ctypes.c_void_p) if function is not None else None
+        call = cls(kind, address)
+        for field, values in ((call.places, places), (call.numbers, numbers), (call.reals, reals)):
+            field[: len(values)] = list(values)
+        return call
 
 
 class RowAddresses(NamedTuple):
@@ -102,7 +100,7 @@ class CallList:
 
     def __init__(self, function: Any, calls: Sequence[KernelCall], held: Sequence[Any]):
         self._function, self.held = function, held
-        self.calls = (_Call * len(calls))(*map(packed, calls))
+        self.calls = (KernelCall * len(calls))(*calls)
 
     def __call__(
         self, bases: Sequence[int], tokens: int, rows: RowAddresses, layers: torch.Tensor
@@ -122,18 +120,6 @@ class CallList:
         if outcome == NO_BLOCK:
             raise IndexError(BEHIND_BLOCKS)
         return outcome != NO_ROW
-
-
-def packed(call: KernelCall) -> _Call:
-    """As the source has it."""
-    made = _Call(call.kind)
-    if call.function is not None:
-        made.function = ctypes.cast(call.function, ctypes.c_void_p).value
-    for index, place in enumerate(call.places):
-        made.places[index] = _Place(*place)
-    made.numbers[: len(call.numbers)] = list(call.numbers)
-    made.reals[: len(call.reals)] = list(call.reals)
-    return made
 
 
 def call_list(calls: Sequence[KernelCall], held: Sequence[Any] = ()) -> CallList | None:

@@ -35,7 +35,7 @@ MOST_S = 120.0
 # Types of numbers that functions are compiled for, as their names end.
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # Types of arguments and results, as signatures have them.
-_LETTERS = {
+_LETTERS: dict[str, Any] = {
     "p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "b": ctypes.c_bool,
     "f": ctypes.c_float, "d": ctypes.c_double,
 }  # fmt: skip

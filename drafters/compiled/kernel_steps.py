@@ -3,11 +3,13 @@
 What comes before the first kernel is read from tables (`read_rows`) or torch's. Whatever depends on
 a kernel must be a kernel's or a view; a forward with any other operation raises `Unlike`.
 
-Legend: T tokens of the pass.
+Legend: T tokens of the pass. Numbers are looked at as tensors without memory, of `TOKENS` tokens:
+what is a view of what, offsets and strides are torch's to say.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,38 +26,15 @@ from draftsmith.kernels.attention.pool import LayerShape
 from draftsmith.kernels.call_list import CallKind
 from draftsmith.kernels.products.row_steps import RowSteps, row_steps
 
-Shape = tuple[int | None, ...]  # None: T
+TOKENS = 1_000_003  # that no other dimension has
 
 
 class Unlike(Exception):
     """The forward does something that no kernel does."""
 
 
-class View(NamedTuple):
-    """Numbers of a buffer; strides count numbers, and those of dimensions of size 1 nothing."""
-
-    buffer: int
-    offset: int
-    shape: Shape
-    strides: tuple[int, ...]
-
-    @property
-    def width(self) -> int:
-        """Numbers of a token, which lie side by side; raises `Unlike` where they do not."""
-        token = self.shape.index(None)
-        apart = self.strides[token + 1 :] != _strides(self.shape)[token + 1 :]
-        if apart or any(size != 1 for size in self.shape[:token]):
-            raise Unlike("the numbers of a token lie apart")
-        return count(self.shape)
-
-    @property
-    def stride(self) -> int:
-        """From a token to the next."""
-        return self.strides[self.shape.index(None)]
-
-
 class Table(NamedTuple):
-    """One of `before.PositionTables`."""
+    """One of `one_call.PositionTables`."""
 
     number: int
 
@@ -65,17 +44,21 @@ class KernelStep(NamedTuple):
 
     kind: CallKind
     function: Any
-    places: Sequence[View | Table | PackedLinear | torch.Tensor | None]
+    places: Sequence[torch.Tensor | Table | PackedLinear | None]
     numbers: Sequence[int]
     reals: Sequence[float]
 
 
-@dataclass
+@dataclass(eq=False)
 class Buffer:
-    width: int  # numbers of a token
+    numbers: torch.Tensor  # all of it
     given: Node | None = None  # torch's tensor
     last_used: int = -1  # the number of a step
     place: tuple[int, int] = (0, 0)  # base, bytes of a token
+
+    @property
+    def token_bytes(self) -> int:
+        return width_of(self.numbers) * self.numbers.itemsize
 
 
 class Layer(NamedTuple):
@@ -84,39 +67,34 @@ class Layer(NamedTuple):
     group: int  # queries of a token that share a key
 
 
-def count(shape: Shape) -> int:
-    """Numbers of a token."""
-    product = 1
-    for size in shape:
-        product *= 1 if size is None else size
-    return product
-
-
-def _size(view: View, dim: int) -> int:
-    """Size of a dimension of heads [1, heads, T, D]."""
-    size = view.shape[dim]
-    if size is None or len(view.shape) != 4:
-        raise Unlike(f"heads of the shape {view.shape}")
-    return size
-
-
-def _strides(shape: Shape) -> tuple[int, ...]:
-    """Strides of numbers side by side, the tokens' dimension the first of more than one number."""
-    strides, product = [], 1
-    for size in reversed(shape):
-        strides.append(product)
-        product *= 1 if size is None else size
-    return tuple(reversed(strides))
-
-
-def _shape_of(node: Node) -> Shape:
+def shape_of(node: Node) -> list[int]:
     if "val" not in node.meta:
         raise Unlike(f"{node} was rewritten")
-    shape = tuple(fixed(size) for size in node.meta["val"].shape)
-    token = shape.index(None) if None in shape else -1
-    if shape.count(None) != 1 or any(size != 1 for size in shape[:token]):
+    sizes = [fixed(size) for size in node.meta["val"].shape]
+    token = sizes.index(None) if None in sizes else -1
+    if sizes.count(None) != 1 or any(size != 1 for size in sizes[:token]):
         raise Unlike(f"{node} has the shape {tuple(node.meta['val'].shape)}")
-    return shape
+    return [TOKENS if size is None else size for size in sizes]
+
+
+def stride_of(view: torch.Tensor) -> int:
+    """From a token to the next."""
+    return view.stride(view.shape.index(TOKENS))
+
+
+def width_of(view: torch.Tensor) -> int:
+    """Numbers of a token, which lie side by side; raises `Unlike` where they do not."""
+    token = view.shape.index(TOKENS)
+    if math.prod(view.shape[:token]) != 1 or not view.select(token, 0).is_contiguous():
+        raise Unlike("the numbers of a token lie apart")
+    return view.numel() // TOKENS
+
+
+def _heads_of(view: torch.Tensor) -> tuple[int, int]:
+    """Number and size of heads [1, heads, T, D], whose numbers lie side by side."""
+    if view.ndim != 4 or view.shape[2] != TOKENS or view.stride(3) != 1:
+        raise Unlike(f"heads of the shape {tuple(view.shape)}")
+    return view.shape[1], view.shape[3]
 
 
 class KernelSteps:
@@ -129,10 +107,8 @@ class KernelSteps:
             raise Unlike("there are no kernels")
         self.functions, self.attention = steps.functions, attention
         self.steps: list[KernelStep] = []
-        self.buffers: list[Buffer] = []
-        self.views: dict[Node, View] = {}  # values of kernels, and torch's that they read
-        self.numbers: dict[Node, View] = {}
-        self.products: dict[Node, tuple[View, list[int]]] = {}
+        self._buffers: dict[int, Buffer] = {}  # by their memory, as views have it
+        self.views: dict[Node, torch.Tensor] = {}  # of kernels, and torch's that they read
         self.layers: list[Layer] = []
         kernels: dict[Any, Callable[[Node], None]] = {
             multiply: self._multiply,
@@ -145,9 +121,9 @@ class KernelSteps:
             torch.add: self._add,
             torch.cat: self._join,
             operator.getitem: self._item,
-            torch.Tensor.view: self._reshape,
-            torch.reshape: self._reshape,
-            torch.transpose: self._transpose,
+            torch.Tensor.view: self._look,
+            torch.reshape: self._look,
+            torch.transpose: self._look,
         }
         self.outputs: list[Node] = []
         for node in graph.nodes:
@@ -174,9 +150,19 @@ class KernelSteps:
         return given and all(user.target is multiply for user in joined.users)
 
     def is_kernels(self, node: Node) -> bool:
-        if node in self.products:
-            return True
-        return node in self.views and self.buffers[self.views[node].buffer].given is None
+        return node in self.views and self._buffer(self.views[node]).given is None
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return list(self._buffers.values())
+
+    def _buffer(self, view: torch.Tensor) -> Buffer:
+        return self._buffers[view.untyped_storage()._cdata]
+
+    def buffer_of(self, place: Any) -> Buffer | None:
+        """The buffer that a place of a step is in; None for a constant."""
+        is_view = isinstance(place, torch.Tensor) and place.is_meta
+        return self._buffer(place) if is_view else None
 
     def read_rows(self, tables: Mapping[Node, tuple[Table | torch.Tensor, Node]]) -> None:
         """Read what kernels are given where it lies: rows of a table, by the numbers of an
@@ -184,38 +170,35 @@ class KernelSteps:
         steps: list[KernelStep] = []
         for node, (table, number) in tables.items():
             view = self._view(node)
-            buffer = self.buffers[view.buffer]
+            buffer = self._buffer(view)
             buffer.given, buffer.last_used = None, max(buffer.last_used, 0)
-            num_bytes = view.width * self.dtype.itemsize
-            steps.append(
-                KernelStep(
-                    CallKind.ROWS, None, (table, self.number(number), view), (num_bytes,), ()
-                )
-            )
+            places = (table, self.number(number), view)
+            steps.append(KernelStep(CallKind.ROWS, None, places, (buffer.token_bytes,), ()))
         for buffer in self.buffers:
             buffer.last_used += len(steps)
         self.steps[:0] = steps
 
-    def number(self, node: Node) -> View:
+    def number(self, node: Node) -> torch.Tensor:
         """An input of one whole number a token."""
-        if node not in self.numbers:
-            self.numbers[node] = self._new((None,), given=node)
-        return self.numbers[node]
+        if node not in self.views:
+            self.views[node] = self._new([TOKENS], given=node)
+        return self.views[node]
 
-    def _view(self, node: Any) -> View:
+    def _view(self, node: Any) -> torch.Tensor:
         """The numbers that a kernel reads; torch's tensor is given to it side by side."""
         if not isinstance(node, Node) or node in self.constants:
             raise Unlike(f"{node} is no state")
         if node not in self.views:
-            shape = _shape_of(node)
+            shape = shape_of(node)
             if node.meta["val"].dtype != self.dtype:
                 raise Unlike(f"{node} is {node.meta['val'].dtype}")
             self.views[node] = self._new(shape, given=node)
         return self.views[node]
 
-    def _new(self, shape: Shape, given: Node | None = None) -> View:
-        self.buffers.append(Buffer(count(shape), given))
-        return View(len(self.buffers) - 1, 0, shape, _strides(shape))
+    def _new(self, shape: Sequence[int], given: Node | None = None) -> torch.Tensor:
+        made = torch.empty(shape, dtype=self.dtype, device="meta")
+        self._buffers[made.untyped_storage()._cdata] = Buffer(made, given)
+        return made
 
     def weight(self, node: Node | None) -> torch.Tensor | None:
         if node is None:
@@ -229,36 +212,36 @@ class KernelSteps:
         self,
         kind: CallKind,
         function: Any,
-        places: Sequence[View | PackedLinear | torch.Tensor | None],
+        places: Sequence[PackedLinear | torch.Tensor | None],
         numbers: Sequence[int],
         reals: Sequence[float] = (),
     ) -> None:
-        for view in places:
-            if isinstance(view, View):
-                self.buffers[view.buffer].last_used = len(self.steps)
+        for place in places:
+            if (buffer := self.buffer_of(place)) is not None:
+                buffer.last_used = len(self.steps)
         self.steps.append(KernelStep(kind, function, places, numbers, reals))
 
     def _multiply(self, node: Node) -> None:
         packed, rows = self.constants[node.args[0]], self._view(node.args[1])
-        if packed.few is None or rows.stride != rows.width:
+        width = width_of(rows)
+        if packed.few is None or stride_of(rows) != width:
             raise Unlike("a product that is torch's")
-        out = self._new((*rows.shape[:-1], packed.few.num_outputs))
-        self._do(CallKind.MULTIPLY, None, (rows, packed, out), (rows.width, out.width))
-        self.products[node] = (out, packed.sizes)
+        out = self._new([*rows.shape[:-1], packed.few.num_outputs])
+        self._do(CallKind.MULTIPLY, None, (rows, packed, out), (width, width_of(out)))
+        self.views[node] = out
 
     def _item(self, node: Node) -> None:
-        whole, sizes = self.products[node.args[0]]
-        index = node.args[1]
-        self.views[node] = whole._replace(
-            offset=sum(sizes[:index]), shape=(*whole.shape[:-1], sizes[index])
-        )
+        """One output of a product."""
+        product, index = node.args
+        sizes = self.constants[product.args[0]].sizes
+        self.views[node] = self.views[product].narrow(-1, sum(sizes[:index]), sizes[index])
 
     def _normalise(self, node: Node) -> None:
         x, weight, eps, share = node.args
         read, width = self._view(x), fixed(x.meta["val"].shape[-1])
         assert width is not None
         out = self._new(read.shape)
-        numbers = (read.width // width, width, read.stride, self.dtype.itemsize)
+        numbers = (width_of(read) // width, width, stride_of(read), self.dtype.itemsize)
         self._do(
             CallKind.NORMALISE,
             self.functions["normalise"],
@@ -270,23 +253,21 @@ class KernelSteps:
 
     def _rotate(self, node: Node) -> None:
         x, cosine, sine = map(self._view, node.args)
-        heads, dim = _size(x, 1), _size(x, 3)
-        if x.strides[3] != 1:
-            raise Unlike("the numbers of a head lie apart")
-        out = self._new((1, None, heads, dim))
+        heads, dim = _heads_of(x)
+        out = self._new([1, TOKENS, heads, dim])
         self._do(
             CallKind.ROTATE,
             self.functions["rotate"],
             (x, cosine, sine, out),
-            (heads, dim, x.strides[2], x.strides[1]),
+            (heads, dim, x.stride(2), x.stride(1)),
         )
-        self.views[node] = _turned(out)
+        self.views[node] = out.transpose(1, 2)
 
     def _clear(self, node: Node, number: Node) -> None:
         read = self._view(node.args[0])
         out = self._new(read.shape)
         bytes_each = self.dtype.itemsize
-        numbers = (bytes_each * read.width, bytes_each * read.stride)
+        numbers = (bytes_each * width_of(read), bytes_each * stride_of(read))
         self._do(CallKind.CLEAR, None, (read, self.number(number), out), numbers)
         self.views[node] = out
 
@@ -301,40 +282,34 @@ class KernelSteps:
     def _pairs(self, node: Node, kind: CallKind, name: str) -> None:
         x, y = map(self._view, node.args)
         if x.shape != y.shape:
-            raise Unlike(f"{name} of {x.shape} and {y.shape}")
-        out, (width,) = self._new(x.shape), {x.width, y.width}
-        self._do(kind, self.functions[name], (x, y, out), (width, x.stride, y.stride))
+            raise Unlike(f"{name} of {tuple(x.shape)} and {tuple(y.shape)}")
+        out, (width,) = self._new(x.shape), {width_of(x), width_of(y)}
+        self._do(kind, self.functions[name], (x, y, out), (width, stride_of(x), stride_of(y)))
         self.views[node] = out
 
     def _join(self, node: Node) -> None:
         parts = [self._view(part) for part in node.args[0]]
-        if node.args[1:] not in ((-1,), (len(parts[0].shape) - 1,)):
+        if node.args[1:] not in ((-1,), (parts[0].ndim - 1,)):
             raise Unlike("tokens put together")
-        out, begin = self._new(_shape_of(node)), 0
-        if out.width != sum(part.width for part in parts) or any(
-            count(part.shape) != part.shape[-1] for part in parts
-        ):
+        widths, out = list(map(width_of, parts)), self._new(shape_of(node))
+        if widths != [part.shape[-1] for part in parts]:
             raise Unlike("parts of several rows")
         bytes_each = self.dtype.itemsize
-        for part in parts:
-            to = out._replace(offset=begin)
-            numbers = [bytes_each * count for count in (part.width, part.stride, out.stride)]
+        for part, width, to in zip(parts, widths, out.split(widths, -1), strict=True):
+            numbers = [bytes_each * count for count in (width, stride_of(part), stride_of(out))]
             self._do(CallKind.COPY, None, (part, to), numbers)
-            begin += part.width
         self.views[node] = out
 
     def _attend(self, node: Node) -> None:
         _, query, key, value, layer, scaling, window, chunked, softcap, sinks = node.args
         q, k, v = map(self._view, (query, key, value))
-        heads, key_dim = _size(q, 1), _size(q, 3)
-        kv_heads, value_dim = _size(v, 1), _size(v, 3)
-        plain = (
-            softcap is None and sinks is None and max(key_dim, value_dim) <= paged_compiled.MOST_DIM
-        )
-        if not plain or any(view.strides[3] != 1 for view in (q, k, v)):
+        (heads, key_dim), _, (kv_heads, value_dim) = map(_heads_of, (q, k, v))
+        if softcap is not None or sinks is not None:
             raise Unlike("an attention that is torch's")
-        out = self._new((1, None, heads, value_dim))
-        strides = [view.strides[dim] for view in (q, k, v) for dim in (1, 2)]
+        if max(key_dim, value_dim) > paged_compiled.MOST_DIM:
+            raise Unlike("an attention that is torch's")
+        out = self._new([1, TOKENS, heads, value_dim])
+        strides = [view.stride(dim) for view in (q, k, v) for dim in (1, 2)]
         seen = 2 * (window or 0) + int(bool(window and chunked))
         numbers = (layer, heads, kv_heads, key_dim, value_dim, *strides, seen)
         self._do(CallKind.ATTEND, self.attention, (q, k, v, out), numbers, (scaling,))
@@ -343,23 +318,17 @@ class KernelSteps:
             Layer(layer, LayerShape(kv_heads, key_dim, value_dim), heads // kv_heads)
         )
 
-    def _reshape(self, node: Node) -> None:
-        read, shape = self._view(node.args[0]), _shape_of(node)
-        if read.width != count(shape) or shape.index(None) != read.shape.index(None):
+    def _look(self, node: Node) -> None:
+        """A view, as torch makes it; a copy or tokens that are mixed are no kernel's."""
+        read = self._view(node.args[0])
+        if node.target is torch.transpose:
+            found = read.transpose(*node.args[1:])
+        else:
+            shape = shape_of(node)
+            if math.prod(shape) != read.numel():
+                raise Unlike(f"{node} mixes tokens")
+            found = read.reshape(shape)
+        is_view = found.untyped_storage()._cdata in self._buffers
+        if not is_view or stride_of(found) != stride_of(read):
             raise Unlike(f"{node} mixes tokens")
-        strides = list(_strides(shape))
-        strides[shape.index(None)] = read.stride
-        self.views[node] = read._replace(shape=shape, strides=tuple(strides))
-
-    def _transpose(self, node: Node) -> None:
-        if node.args[1:] not in ((1, 2), (2, 1)):
-            raise Unlike("another transposition")
-        self.views[node] = _turned(self._view(node.args[0]))
-
-
-def _turned(view: View) -> View:
-    """With its dimensions 1 and 2 exchanged."""
-    shape, strides = list(view.shape), list(view.strides)
-    shape[1], shape[2] = shape[2], shape[1]
-    strides[1], strides[2] = strides[2], strides[1]
-    return view._replace(shape=tuple(shape), strides=tuple(strides))
+        self.views[node] = found

@@ -12,18 +12,18 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from draftsmith.drafters.compiled.kernel_steps import (
+    TOKENS,
+    Buffer,
     KernelStep,
     KernelSteps,
-    Shape,
     Table,
     Unlike,
-    View,
 )
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
 from draftsmith.drafters.target.attention import AttentionContext
@@ -37,7 +37,6 @@ from draftsmith.kernels.call_list import (
     CallList,
     KernelCall,
     RowAddresses,
-    at,
     call_list,
 )
 from draftsmith.kernels.host_compiler import address_of
@@ -49,17 +48,12 @@ _LINE_BYTES = 64
 _address = torch.Tensor.data_ptr
 
 
-class _OutputPlace(NamedTuple):
-    part: int  # 0: the kernels' states, 1: torch's outputs
-    number: int
-
-
 class _Outputs(Sequence[torch.Tensor]):
     """Outputs of a pass; each is cut out of `states` once it is asked for, as most passes need
-    one."""
+    one. A place: 0 for the kernels' states and 1 for torch's outputs, and a number among them."""
 
     def __init__(
-        self, places: Sequence[_OutputPlace], states: torch.Tensor, others: list[torch.Tensor]
+        self, places: Sequence[tuple[int, int]], states: torch.Tensor, others: list[torch.Tensor]
     ):
         self._places, self._parts = places, (states, others)
 
@@ -83,7 +77,6 @@ class OneCall:
         self.most_group = max(layer.group for layer in lowered.layers)
         self._tables = _read_rows(graph, lowered, constants)
         outputs, self.states = _place_outputs(lowered)
-        self._token_dim = 1 + self.states[1].index(None)  # of all states together
         self.scratch_bytes = _place_others(lowered)
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         # What kernels are given: an input of the graph by its number, else torch's.
@@ -101,8 +94,7 @@ class OneCall:
         others = [node for node in outputs if isinstance(node, Node)]
         wanted += others
         self.outputs = [
-            _OutputPlace(1, others.index(one)) if isinstance(one, Node) else _OutputPlace(0, one)
-            for one in outputs
+            (1, others.index(one)) if isinstance(one, Node) else (0, one) for one in outputs
         ]
         self._by_torch = part_of(graph, wanted) if wanted else None
         self._known: tuple[weakref.ref[PagedPool], torch.Tensor | None] | None = None
@@ -151,8 +143,7 @@ class OneCall:
             for number in self.given
         ]
         scratch = torch.empty(self.scratch_bytes * tokens, dtype=torch.uint8)
-        shape = [self.states[0], *self.states[1]]
-        shape[self._token_dim] = tokens
+        shape = [tokens if size == TOKENS else size for size in self.states]
         states = torch.empty(shape, dtype=self.dtype)
         bases = [0, *map(_address, (scratch, states, *given))]
         calls = self.calls
@@ -221,28 +212,28 @@ def _read_rows(
     return tables
 
 
-def _place_outputs(lowered: KernelSteps) -> tuple[list[Node | int], tuple[int, Shape]]:
-    """Torch's outputs, and numbers of the kernels'; how many these are and the shape of each."""
+def _place_outputs(lowered: KernelSteps) -> tuple[list[Node | int], list[int]]:
+    """Torch's outputs, and numbers of the kernels'; the shape of all of these together."""
     outputs: list[Node | int] = []
-    buffers: list[int] = []
+    buffers: list[Buffer] = []
     shapes = set()
     for node in lowered.outputs:
         if not lowered.is_kernels(node):
             outputs.append(node)
             continue
         view = lowered.views[node]
-        buffer = lowered.buffers[view.buffer]
-        if view.width != buffer.width or view.stride != buffer.width:
+        buffer = lowered.buffer_of(view)
+        assert buffer is not None
+        if not view.is_contiguous() or view.numel() != buffer.numbers.numel():
             raise Unlike("an output that is part of something")
-        if view.buffer not in buffers:
-            num_bytes = len(buffers) * buffer.width * lowered.dtype.itemsize
-            buffer.place = (_STATES, num_bytes)
-            buffers.append(view.buffer)
-        outputs.append(buffers.index(view.buffer))
+        if buffer not in buffers:
+            buffer.place = (_STATES, len(buffers) * buffer.token_bytes)
+            buffers.append(buffer)
+        outputs.append(buffers.index(buffer))
         shapes.add(view.shape)
     if len(shapes) != 1:
         raise Unlike("outputs of several shapes")
-    return outputs, (len(buffers), shapes.pop())
+    return outputs, [len(buffers), *shapes.pop()]
 
 
 def _place_others(lowered: KernelSteps) -> int:
@@ -252,13 +243,10 @@ def _place_others(lowered: KernelSteps) -> int:
     most = 0
     for number, step in enumerate(lowered.steps):
         live = [one for one in live if one[2] >= number]
-        for view in step.places:
-            if not isinstance(view, View):
+        for buffer in map(lowered.buffer_of, step.places):
+            if buffer is None or buffer.given is not None or buffer.place[0]:
                 continue
-            buffer = lowered.buffers[view.buffer]
-            if buffer.given is not None or buffer.place[0]:
-                continue
-            lines = -(-buffer.width * lowered.dtype.itemsize // _LINE_BYTES)
+            lines = -(-buffer.token_bytes // _LINE_BYTES)
             begin = 0
             for other, end, _ in live:
                 if begin + lines * _LINE_BYTES <= other:
@@ -278,22 +266,23 @@ def _call(
     places: list[ArgumentPlace] = []
     function, numbers = step.function, list(step.numbers)
     for value in step.places:
-        if isinstance(value, View):
-            base, per_token = lowered.buffers[value.buffer].place
-            places.append(ArgumentPlace(base, per_token, value.offset * lowered.dtype.itemsize))
+        buffer = lowered.buffer_of(value)
+        if isinstance(value, torch.Tensor) and buffer is not None:
+            offset = value.storage_offset() * value.itemsize
+            places.append(ArgumentPlace(*buffer.place, offset))
         elif isinstance(value, PackedLinear):
             product = value.few
             assert product is not None
             function = product.function
-            places += map(at, product.pointers)
+            places += [ArgumentPlace(0, 0, address or 0) for address in product.pointers]
             numbers.append(product.readings)
             held.append(product)
         else:
             value = tables[value.number] if isinstance(value, Table) else value
-            places.append(at(address_of(value)))
+            places.append(ArgumentPlace(0, 0, address_of(value) or 0))
             held.append(value)
             numbers += [] if value is None or step.kind is not CallKind.ROWS else [len(value)]
-    return KernelCall(step.kind, function, places, numbers, step.reals)
+    return KernelCall.of(step.kind, function, places, numbers, step.reals)
 
 
 def one_call(graph: Graph, constants: Mapping[Node, Any]) -> OneCall | None:
