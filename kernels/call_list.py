@@ -11,7 +11,7 @@ import ctypes
 import enum
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -76,22 +76,14 @@ class KernelCall(ctypes.Structure):
         return call
 
 
-class RowAddresses(NamedTuple):
-    """Rows of a pass, for `Kind.ATTEND`: addresses of int64 numbers as `paged.py` has them, and of
-    each row's first token; then counts."""
+class RowAddresses(ctypes.Structure):
+    """Rows of a pass, for `CallKind.ATTEND`: addresses of int64 numbers as `paged.py` has them, and
+    of each row's first token; then counts."""
 
-    tables: int
-    positions: int
-    lengths: int
-    begins: int
-    num_rows: int
-    longest_row: int
-    table_width: int
-    block_size: int
-
-
-class _Rows(ctypes.Structure):
-    _fields_ = [*((name, _number) for name in RowAddresses._fields), ("layers", ctypes.c_void_p)]
+    _fields_ = [
+        *((name, _number) for name in ("tables", "positions", "lengths", "begins")),
+        *((name, _number) for name in ("num_rows", "longest_row", "table_width", "block_size")),
+    ]
 
 
 class CallList:
@@ -108,13 +100,13 @@ class CallList:
         """`layers` [L, 2] int64: addresses of each layer's keys and values. False where a table has
         no row of some number; raises `IndexError` where a token lies behind the blocks of its
         row."""
-        given = _Rows(*rows, layers.data_ptr())
         outcome = self._function(
             self.calls,
             len(self.calls),
             (_number * len(bases))(*bases),
             tokens,
-            ctypes.byref(given),
+            ctypes.byref(rows),
+            layers.data_ptr(),
             torch.get_num_threads(),
         )
         if outcome == NO_BLOCK:
@@ -125,5 +117,5 @@ class CallList:
 def call_list(calls: Sequence[KernelCall], held: Sequence[Any] = ()) -> CallList | None:
     """`held`: objects whose memory the fixed addresses lie in. None where there is no C++
     compiler."""
-    function = function_of(SOURCE, "run", "pnpnpi", result="i")
+    function = function_of(SOURCE, "run", "pnpnppi", result="i")
     return None if function is None else CallList(function, calls, held)

@@ -20,13 +20,6 @@ struct Call {
   float reals[2];
 };
 
-// Rows of the pass and where the pool's keys and values lie.
-struct Rows {
-  const int64_t *tables, *positions, *lengths, *begins;
-  int64_t num_rows, longest_row, table_width, block_size;
-  char* const (*layers)[2];
-};
-
 enum Kind { kMultiply, kNormalise, kRotate, kGate, kAdd, kCopy, kAttend, kRows, kClear };
 enum Outcome { kDone, kNoBlock, kNoRow };
 
@@ -36,10 +29,10 @@ typedef void (*Normalise)(const void*, const void*, void*, int64_t, int64_t, flo
 typedef void (*Rotate)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
                        int64_t, int64_t, int);
 typedef void (*Pairs)(const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int);
-typedef bool (*Attend)(const void*, const void*, const void*, void*, void*, void*, const int64_t*,
-                       const int64_t*, const int64_t*, const int64_t*, int64_t, int64_t, int64_t,
+typedef bool (*Attend)(const void*, const void*, const void*, void*, void*, void*, const Rows*,
                        int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                        int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
+typedef char* const Layer[2];  // where the pool's keys and values lie
 
 // Tokens that are not side by side are normalised one by one.
 void normalise(const Call& call, char* const* at, int64_t tokens, int threads) {
@@ -53,14 +46,11 @@ void normalise(const Call& call, char* const* at, int64_t tokens, int threads) {
              width, call.reals[0], call.reals[1], threads);
 }
 
-bool attend(const Call& call, char* const* at, const Rows& rows, int threads) {
+bool attend(const Call& call, char* const* at, const Rows* rows, const Layer& layer, int threads) {
   const int64_t* n = call.numbers;
-  char* const* layer = rows.layers[n[0]];
-  return ((Attend)call.function)(at[0], at[1], at[2], layer[0], layer[1], at[3], rows.tables,
-                                 rows.positions, rows.lengths, rows.begins, rows.num_rows,
-                                 rows.longest_row, rows.table_width, rows.block_size, n[1], n[2],
-                                 n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11] >> 1,
-                                 n[11] & 1, call.reals[0], threads);
+  return ((Attend)call.function)(at[0], at[1], at[2], layer[0], layer[1], at[3], rows,
+                                 rows->longest_row, n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8],
+                                 n[9], n[10], n[11] >> 1, n[11] & 1, call.reals[0], threads);
 }
 
 // Rows of a table by the tokens' numbers; false where it has none of some number.
@@ -77,7 +67,7 @@ bool take_rows(const Call& call, char* const* at, int64_t tokens) {
 
 // An `Outcome`.
 extern "C" int run(const Call* calls, int64_t num_calls, const int64_t* bases, int64_t tokens,
-                   const Rows* rows, int threads) {
+                   const Rows* rows, const Layer* layers, int threads) {
   for (int64_t i = 0; i < num_calls; i++) {
     const Call& call = calls[i];
     const int64_t* n = call.numbers;
@@ -107,7 +97,7 @@ extern "C" int run(const Call* calls, int64_t num_calls, const int64_t* bases, i
           memcpy(at[1] + token * n[2], at[0] + token * n[1], n[0]);
         break;
       case kAttend:
-        if (!attend(call, at, *rows, threads)) return kNoBlock;
+        if (!attend(call, at, rows, layers[n[0]], threads)) return kNoBlock;
         break;
       case kRows:
         if (!take_rows(call, at, tokens)) return kNoRow;

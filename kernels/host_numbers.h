@@ -33,6 +33,12 @@ inline float rounded(float x) {
   return widened(y);
 }
 
+// Rows of a pass over a paged pool. paged_compiled.py and call_list.py say what the numbers are.
+struct Rows {
+  const int64_t *tables, *positions, *lengths, *begins;
+  int64_t num_rows, longest_row, table_width, block_size;
+};
+
 // GCC may also compile a function again for each of its callers.
 #if defined(__GNUC__) && !defined(__clang__)
 #define DRAFTSMITH_ONCE __attribute__((noinline, noclone))

@@ -7,6 +7,7 @@ Legend as in `paged.py`.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from functools import cache, lru_cache
 from pathlib import Path
@@ -29,7 +30,7 @@ MOST_DIM = 256  # `kMostDim` of the source
 @cache
 def kernel(dtype: torch.dtype) -> Any:
     """The compiled function for keys of that dtype; None where there is none."""
-    return function_of(SOURCE, "attend", 10 * "p" + 16 * "n" + "fi", dtype, result="b")
+    return function_of(SOURCE, "attend", 7 * "p" + 13 * "n" + "fi", dtype, result="b")
 
 
 class CompiledContext(GatheredContext):
@@ -105,10 +106,8 @@ class CompiledContext(GatheredContext):
             keys.data_ptr(),
             values.data_ptr(),
             out.data_ptr(),
-            *rows[:5],
+            ctypes.byref(rows),
             longest,
-            rows.table_width,
-            rows.block_size,
             heads,
             kv_heads,
             key_dim,

@@ -15,8 +15,8 @@ struct Pass {
   const T *query, *key, *value;  // of the pass; no `key`: the pool holds them already
   T *keys, *values;              // of the pool
   T* out;
-  const int64_t *tables, *positions;
-  int64_t table_width, block_size, heads, kv_heads, key_dim, value_dim, query_head, query_token;
+  Rows rows;
+  int64_t heads, kv_heads, key_dim, value_dim, query_head, query_token;
   int64_t key_head, key_token, value_head, value_token;  // strides, as those of the query
   int64_t window;   // 0: none
   int64_t chunked;  // whether `window` is the size of chunks of positions that see themselves alone
@@ -109,18 +109,18 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
     for (int64_t d = 0; d < key_dim; d++) query[i][d] = widened(source[d]) * p.scaling;
     for (int64_t d = 0; d < value_dim; d++) sums[i][d] = 0;
     largest[i] = -INFINITY, total[i] = 0;
-    to[i] = p.positions[token] + 1;
+    to[i] = p.rows.positions[token] + 1;
     from[i] = p.window && to[i] > p.window ? to[i] - p.window : 0;
     if (p.chunked) from[i] = (to[i] - 1) / p.window * p.window;
     least = from[i] < least ? from[i] : least, most = to[i] > most ? to[i] : most;
   }
-  const int64_t* table = p.tables + row * p.table_width;
+  const int64_t* table = p.rows.tables + row * p.rows.table_width;
   const int64_t key_stride = p.kv_heads * key_dim, value_stride = p.kv_heads * value_dim;
+  const int64_t size = p.rows.block_size;
   for (int64_t start = least; start < most; start += kSlots) {
     const int64_t end = start + kSlots < most ? start + kSlots : most;
     for (int64_t at = start; at < end;) {  // a division for each block, not for each slot
-      const int64_t block = at / p.block_size, next = (block + 1) * p.block_size;
-      const int64_t moved = (table[block] - block) * p.block_size;
+      const int64_t block = at / size, next = (block + 1) * size, moved = (table[block] - block) * size;
       for (const int64_t stop = next < end ? next : end; at < stop; at++) {
         keys[at - start] = p.keys + (at + moved) * key_stride + kv_head * key_dim;
         found[at - start] = p.values + (at + moved) * value_stride + kv_head * value_dim;
@@ -189,11 +189,12 @@ void attend_row(const Pass<T>& p, int64_t row, int64_t begin, int64_t length, in
 // Puts the keys and values of a row's tokens into the pool; false where one has no block.
 template <typename T>
 bool keep_row(const Pass<T>& p, int64_t row, int64_t begin, int64_t length) {
-  const int64_t* table = p.tables + row * p.table_width;
+  const int64_t* table = p.rows.tables + row * p.rows.table_width;
   for (int64_t token = begin; token < begin + length; token++) {
-    const int64_t block = p.positions[token] / p.block_size;
-    if (p.positions[token] < 0 || block >= p.table_width) return false;
-    const int64_t slot = table[block] * p.block_size + p.positions[token] % p.block_size;
+    const int64_t position = p.rows.positions[token], size = p.rows.block_size;
+    const int64_t block = position / size;
+    if (position < 0 || block >= p.rows.table_width) return false;
+    const int64_t slot = table[block] * size + position % size;
     for (int64_t head = 0; head < p.kv_heads; head++) {
       const int64_t to = slot * p.kv_heads + head;
       memcpy(p.keys + to * p.key_dim, p.key + token * p.key_token + head * p.key_head,
@@ -206,14 +207,14 @@ bool keep_row(const Pass<T>& p, int64_t row, int64_t begin, int64_t length) {
 }
 
 template <typename T>
-bool attend(const Pass<T>& p, const int64_t* lengths, const int64_t* begins, int64_t num_rows,
-            int64_t longest, int threads) {
-  for (int64_t row = 0; p.key && row < num_rows; row++)
-    if (!keep_row(p, row, begins[row], lengths[row])) return false;
-  each(num_rows * p.kv_heads, threads, [&](int64_t item) {
+bool attend(const Pass<T>& p, int64_t longest, int threads) {
+  const Rows& rows = p.rows;
+  for (int64_t row = 0; p.key && row < rows.num_rows; row++)
+    if (!keep_row(p, row, rows.begins[row], rows.lengths[row])) return false;
+  each(rows.num_rows * p.kv_heads, threads, [&](int64_t item) {
     const int64_t row = item / p.kv_heads;
-    if (lengths[row] <= longest)
-      attend_row(p, row, begins[row], lengths[row], item % p.kv_heads);
+    if (rows.lengths[row] <= longest)
+      attend_row(p, row, rows.begins[row], rows.lengths[row], item % p.kv_heads);
   });
   return true;
 }
@@ -222,17 +223,15 @@ bool attend(const Pass<T>& p, const int64_t* lengths, const int64_t* begins, int
 
 #define ATTEND(name, T)                                                                            \
   extern "C" bool name(const T* query, const T* key, const T* value, T* keys, T* values, T* out,   \
-                       const int64_t* tables, const int64_t* positions, const int64_t* lengths,    \
-                       const int64_t* begins, int64_t num_rows, int64_t longest,                   \
-                       int64_t table_width, int64_t block_size, int64_t heads, int64_t kv_heads,   \
+                       const Rows* rows, int64_t longest, int64_t heads, int64_t kv_heads,         \
                        int64_t key_dim, int64_t value_dim, int64_t query_head,                     \
                        int64_t query_token, int64_t key_head, int64_t key_token,                   \
                        int64_t value_head, int64_t value_token, int64_t window, int64_t chunked,   \
                        float scaling, int threads) {                                               \
-    return attend<T>({query, key, value, keys, values, out, tables, positions, table_width,        \
-                      block_size, heads, kv_heads, key_dim, value_dim, query_head, query_token,    \
-                      key_head, key_token, value_head, value_token, window, chunked, scaling},     \
-                     lengths, begins, num_rows, longest, threads);                                 \
+    return attend<T>({query, key, value, keys, values, out, *rows, heads, kv_heads, key_dim,       \
+                      value_dim, query_head, query_token, key_head, key_token, value_head,         \
+                      value_token, window, chunked, scaling},                                      \
+                     longest, threads);                                                            \
   }
 
 ATTEND(attend_float32, float)
