@@ -30,7 +30,8 @@ class CallKind(enum.IntEnum):
     a token's own."""
 
     MULTIPLY = 0  # (rows, weights, bias, out) width, outputs, readings: `few_rows`
-    NORMALISE = 1  # (x, weight, out) rows of a token, width, stride, bytes of a number; eps, share
+    # (x, weight, out) rows of a token, width, stride, bytes of a number, wide; eps, offset
+    NORMALISE = 1
     ROTATE = 2  # (x, cosine, sine, out) heads, dim, stride of a token, stride of a head
     GATE = 3  # (x, factor, out) width, stride of x, stride of the factor
     ADD = 4  # the same

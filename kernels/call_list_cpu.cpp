@@ -25,7 +25,7 @@ enum Outcome { kDone, kNoBlock, kNoRow };
 
 typedef void (*Multiply)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
                          int64_t, int);
-typedef void (*Normalise)(const void*, const void*, void*, int64_t, int64_t, float, float, int);
+typedef void (*Normalise)(const void*, const void*, void*, int64_t, int64_t, float, float, int, int);
 typedef void (*Rotate)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t,
                        int64_t, int64_t, int);
 typedef void (*Pairs)(const void*, const void*, void*, int64_t, int64_t, int64_t, int64_t, int);
@@ -38,12 +38,13 @@ typedef char* const Layer[2];  // where the pool's keys and values lie
 void normalise(const Call& call, char* const* at, int64_t tokens, int threads) {
   const int64_t *n = call.numbers, rows = n[0], width = n[1], stride = n[2], bytes = n[3];
   const Normalise function = (Normalise)call.function;
+  const float eps = call.reals[0], offset = call.reals[1];
+  const int wide = int(n[4]);
   if (stride == rows * width)
-    return function(at[0], at[1], at[2], tokens * rows, width, call.reals[0], call.reals[1],
-                    threads);
+    return function(at[0], at[1], at[2], tokens * rows, width, eps, offset, wide, threads);
   for (int64_t token = 0; token < tokens; token++)
     function(at[0] + token * stride * bytes, at[1], at[2] + token * rows * width * bytes, rows,
-             width, call.reals[0], call.reals[1], threads);
+             width, eps, offset, wide, threads);
 }
 
 bool attend(const Call& call, char* const* at, const Rows* rows, const Layer& layer, int threads) {

@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,14 +28,11 @@ from draftsmith.drafters.compiled.patterns import (
     bias_of,
     call_directly,
     drop_no_operations,
-    fixed,
     fuse_gates,
+    fuse_norms,
     join,
     merge_equal,
-    norm_parts,
-    only_user,
     replace,
-    rotates_heads,
     rotation_parts,
     stand_in,
     tensor,
@@ -56,7 +53,6 @@ from draftsmith.kernels.products.row_steps_triton import (
 )
 
 aten = torch.ops.aten
-_NARROWING = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)
 
 
 def rewrite_for_device(module: GraphModule) -> list[JoinedLinear]:
@@ -64,84 +60,17 @@ def rewrite_for_device(module: GraphModule) -> list[JoinedLinear]:
     graph = module.graph
     drop_no_operations(graph)
     merge_equal(graph)
-    for fuse in (fuse_norms, fuse_sums, fuse_rotations):
-        fuse(graph)
+    fuse_norms(graph, lambda *given: graph.call_function(normalise, given))
+    for fuse in (fuse_sums, fuse_rotations):
         graph.eliminate_dead_code()
+        fuse(graph)
+    graph.eliminate_dead_code()
     fuse_gates(graph, lambda *given: graph.call_function(gate, given))
     graph.eliminate_dead_code()
     joined = join_linears(module)
     call_directly(graph)
     graph.eliminate_dead_code()
     return joined
-
-
-class _Norm(NamedTuple):
-    x: Node
-    weight: Node | None
-    eps: float
-    offset: float
-    wide: bool
-    last: Node  # what the norm gives
-
-
-def fuse_norms(graph: Graph) -> None:
-    """RMS norms of every rounding as `normalise`."""
-    for root in list(graph.nodes):
-        if (norm := _norm(root)) is not None:
-            with graph.inserting_before(norm.last):
-                fused = graph.call_function(normalise, norm[:-1])
-            replace(graph, norm.last, fused)
-
-
-def _norm(root: Node) -> _Norm | None:
-    parts = norm_parts(root)
-    if parts is None or fixed(stand_in(root).shape[-1]) is None:
-        return None
-    x, eps = parts
-    user = only_user(root)
-    if x.target is not aten.to.dtype:
-        weight, offset = _factor(user, root)
-        return _Norm(x, weight, eps, offset, True, root if weight is None else user or root)
-    x = x.args[0]
-    if user is None:
-        return None
-    if _narrows(user, x):
-        outer = only_user(user)
-        weight, _ = _factor(outer, user)
-        if outer is None or weight is None or stand_in(weight).dtype != stand_in(x).dtype:
-            return _Norm(x, None, eps, 0.0, False, user)
-        return _Norm(x, weight, eps, 0.0, False, outer)
-    weight, offset = _factor(user, root)
-    last = only_user(user)
-    if weight is None or last is None or not _narrows(last, x):
-        return None
-    return _Norm(x, weight, eps, offset, True, last)
-
-
-def _narrows(node: Node, x: Node) -> bool:
-    """True for the conversion of a norm in float32 to the type of `x`."""
-    return node.target in _NARROWING and stand_in(node).dtype == stand_in(x).dtype
-
-
-def _factor(outer: Node | None, normed: Node) -> tuple[Node | None, float]:
-    """Weight that `outer` multiplies `normed` by, and the offset that is added to it."""
-    if outer is None or outer.target is not aten.mul.Tensor or len(outer.args) != 2:
-        return None, 0.0
-    other = outer.args[0] if outer.args[1] is normed else outer.args[1]
-    if not isinstance(other, Node) or other is normed:
-        return None, 0.0
-    wide = stand_in(outer).dtype == torch.float32
-    weight, offset = other, 0.0
-    if wide and other.target is aten.add.Tensor and isinstance(other.args[1], float):
-        weight, offset = other.args
-    if wide and weight.target is aten.to.dtype and stand_in(weight).dtype == torch.float32:
-        weight = weight.args[0]
-    fits = (
-        weight.op == "get_attr"
-        and stand_in(weight).shape == stand_in(normed).shape[-1:]
-        and stand_in(weight).is_floating_point()
-    )
-    return (weight, offset) if fits else (None, 0.0)
 
 
 def fuse_sums(graph: Graph) -> None:
@@ -176,10 +105,8 @@ def fuse_rotations(graph: Graph) -> None:
         parts = [rotation_parts(heads) for heads in (query, key)]
         if parts[0] is None or parts[1] is None or parts[0][1:] != parts[1][1:]:
             continue
-        cosine, sine = parts[0][1:3]
+        cosine, sine = parts[0][1:]
         heads = [part[0] for part in parts if part is not None]
-        if not all(rotates_heads(one, angle) for one in heads for angle in (cosine, sine)):
-            continue
         with graph.inserting_before(node):
             norms = _head_norms(graph, heads)
             if norms is not None:

@@ -237,17 +237,17 @@ class KernelSteps:
         self.views[node] = self.views[product].narrow(-1, sum(sizes[:index]), sizes[index])
 
     def _normalise(self, node: Node) -> None:
-        x, weight, eps, share = node.args
+        x, weight, eps, offset, wide = node.args
         read, width = self._view(x), fixed(x.meta["val"].shape[-1])
         assert width is not None
         out = self._new(read.shape)
-        numbers = (width_of(read) // width, width, stride_of(read), self.dtype.itemsize)
+        numbers = (width_of(read) // width, width, stride_of(read), self.dtype.itemsize, int(wide))
         self._do(
             CallKind.NORMALISE,
             self.functions["normalise"],
             (read, self.weight(weight), out),
             numbers,
-            (eps, share),
+            (eps, offset),
         )
         self.views[node] = out
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -29,6 +29,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: torch.unsqueeze,
     aten.view.default: torch.Tensor.view,
 }
+_NARROWING = (aten.to.dtype, aten.type_as.default, aten._to_copy.default)
 _END = 2**63 - 1  # of a slice that goes to the end
 _ACTIVATIONS = {aten.silu.default: "silu", aten.gelu.default: "gelu"}
 
@@ -78,7 +79,7 @@ def _does_nothing(node: Node) -> bool:
         return node.args[1] == 1.0 and same_type(node)
     if node.target is aten.slice.Tensor:
         return tuple(node.args[2:]) == (0, _END)
-    return node.target in (aten.to.dtype, aten.to.device, aten._to_copy.default) and same_type(node)
+    return node.target in (*_NARROWING, aten.to.device) and same_type(node)
 
 
 def merge_equal(graph: Graph) -> None:
@@ -107,7 +108,7 @@ def same_type(node: Node) -> bool:
     return before.dtype == after.dtype and before.device == after.device
 
 
-def norm_parts(root: Node) -> tuple[Node, float] | None:
+def _norm_parts(root: Node) -> tuple[Node, float] | None:
     """(x, eps)."""
     if root.target is not aten.mul.Tensor or not isinstance(root.args[1], Node):
         return None
@@ -128,19 +129,78 @@ def norm_parts(root: Node) -> tuple[Node, float] | None:
     return (x, add.args[1]) if right and stand_in(x).dtype == torch.float32 else None
 
 
-def norm_weight(outer: Node, normed: Node) -> Node | None:
-    if outer.target is not aten.mul.Tensor or len(outer.args) != 2:
+class NormNodes(NamedTuple):
+    x: Node
+    weight: Node | None
+    eps: float
+    offset: float
+    wide: bool
+    last: Node  # what the norm gives
+
+
+def fuse_norms(graph: Graph, norm: Callable[..., Node | None]) -> None:
+    """RMS norms of every rounding as the call that `norm` makes of x, weight, eps, the offset of
+    the weight and whether the weight multiplies in float32, where it makes one."""
+    for root in list(graph.nodes):
+        if (found := _norm(root)) is not None:
+            with graph.inserting_before(found.last):
+                fused = norm(*found[:-1])
+            if fused is not None:
+                replace(graph, found.last, fused)
+
+
+def _norm(root: Node) -> NormNodes | None:
+    parts = _norm_parts(root)
+    if parts is None or fixed(stand_in(root).shape[-1]) is None:
         return None
+    x, eps = parts
+    user = only_user(root)
+    if x.target is not aten.to.dtype:
+        weight, offset = _factor(user, root)
+        return NormNodes(x, weight, eps, offset, True, root if weight is None else user or root)
+    x = x.args[0]
+    if user is None:
+        return None
+    if _narrows(user, x):
+        outer = only_user(user)
+        weight, _ = _factor(outer, user)
+        if outer is None or weight is None or stand_in(weight).dtype != stand_in(x).dtype:
+            return NormNodes(x, None, eps, 0.0, False, user)
+        return NormNodes(x, weight, eps, 0.0, False, outer)
+    weight, offset = _factor(user, root)
+    last = only_user(user)
+    if weight is None or last is None or not _narrows(last, x):
+        return None
+    return NormNodes(x, weight, eps, offset, True, last)
+
+
+def _narrows(node: Node, x: Node) -> bool:
+    """True for the conversion of a norm in float32 to the type of `x`."""
+    return node.target in _NARROWING and stand_in(node).dtype == stand_in(x).dtype
+
+
+def _factor(outer: Node | None, normed: Node) -> tuple[Node | None, float]:
+    """Weight that `outer` multiplies `normed` by, and the offset that is added to it."""
+    if outer is None or outer.target is not aten.mul.Tensor or len(outer.args) != 2:
+        return None, 0.0
     other = outer.args[0] if outer.args[1] is normed else outer.args[1]
+    if not isinstance(other, Node) or other is normed:
+        return None, 0.0
+    wide = stand_in(outer).dtype == torch.float32
+    weight, offset = other, 0.0
+    if wide and other.target is aten.add.Tensor and isinstance(other.args[1], float):
+        weight, offset = other.args
+    if wide and weight.target is aten.to.dtype and stand_in(weight).dtype == torch.float32:
+        weight = weight.args[0]
     fits = (
-        isinstance(other, Node)
-        and other is not normed
-        and stand_in(other).shape == stand_in(normed).shape[-1:]
+        weight.op == "get_attr"
+        and stand_in(weight).shape == stand_in(normed).shape[-1:]
+        and stand_in(weight).is_floating_point()
     )
-    return other if fits and stand_in(other).dtype == stand_in(normed).dtype else None
+    return (weight, offset) if fits else (None, 0.0)
 
 
-def rotates_heads(a: Node, cos: Node) -> bool:
+def _rotates_heads(a: Node, cos: Node) -> bool:
     """True for a [1, heads, T, D] and cos [1, 1, T, D] of one dtype."""
     heads, angles = stand_in(a), stand_in(cos)
     return (
@@ -198,8 +258,8 @@ def cleared_at_zero(node: Node) -> Node | None:
     return number if one_each and stand_in(number).dtype == torch.int64 else None
 
 
-def rotation_parts(root: Node) -> tuple[Node, Node, Node, int] | None:
-    """(a, cos, sin, half width)."""
+def rotation_parts(root: Node) -> tuple[Node, Node, Node] | None:
+    """(a, cos, sin) of heads that are rotated."""
     if root.target is not aten.add.Tensor or len(root.args) != 2:
         return None
     straight, turned = root.args
@@ -222,7 +282,8 @@ def rotation_parts(root: Node) -> tuple[Node, Node, Node, int] | None:
         return None
     half = width // 2
     is_half_turn = _is_slice(first, a, 0, half) and _is_slice(negated.args[0], a, half, width)
-    return (a, cos, sin, half) if is_half_turn and width == 2 * half else None
+    fits = is_half_turn and width == 2 * half and _rotates_heads(a, cos) and _rotates_heads(a, sin)
+    return (a, cos, sin) if fits else None
 
 
 def _is_slice(node: Node, of: Node, begin: int, end: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -20,15 +20,11 @@ from draftsmith.drafters.compiled.patterns import (
     bias_of,
     call_directly,
     drop_no_operations,
-    fixed,
     fuse_gates,
+    fuse_norms,
     join,
     merge_equal,
-    norm_parts,
-    norm_weight,
-    only_user,
     replace,
-    rotates_heads,
     rotation_parts,
     stand_in,
     tensor,
@@ -45,8 +41,8 @@ def rewrite(module: GraphModule, *, copies: int) -> list[PackedLinear]:
     drop_no_operations(module.graph)
     merge_equal(module.graph)
     count_inputs(module.graph)
-    fuse_norms(module)
-    fuse_rotations(module)
+    fuse_norms(module.graph, partial(_norm, module.graph))
+    fuse_rotations(module.graph)
     fuse_gates(module.graph, partial(_gate, module.graph))
     module.graph.eliminate_dead_code()
     packed = pack_linears(module, copies) if copies else []
@@ -67,56 +63,14 @@ def count_inputs(graph: Graph) -> None:
         node.args = sizes.get(str(node.meta["val"]), node.args)
 
 
-def fuse_norms(module: GraphModule) -> None:
-    """x * rsqrt(mean(x ** 2, -1) + eps), and the weight that follows, as one call."""
-    graph = module.graph
-    for root in list(graph.nodes):
-        if (parts := norm_parts(root)) is None:
-            continue
-        norm = _narrow_norm(*parts, root) or _wide_norm(*parts, root)
-        width = fixed(stand_in(norm.x).shape[-1])
-        if width is None:
-            continue
-        steps = _steps(norm.x)
-        with graph.inserting_before(norm.last):
-            if steps is not None:
-                arguments = (norm.x, norm.weight, norm.eps, 1 / width)
-                fused = graph.call_function(steps.normalise, arguments)
-            elif stand_in(norm.x).dtype == torch.float32:
-                eps = _constant(module, "eps", norm.eps)
-                fused = graph.call_function(rms_norm, (norm.x, norm.weight, eps, 1 / width))
-            else:
-                continue
-        replace(graph, norm.last, fused)
-
-
-class _Norm(NamedTuple):
-    x: Node
-    weight: Node | None
-    eps: float
-    last: Node  # what the norm gives
-
-
-def _wide_norm(x: Node, eps: float, root: Node) -> _Norm:
-    outer = only_user(root)
-    weight = norm_weight(outer, root) if outer is not None else None
-    if outer is None or weight is None:
-        return _Norm(x, None, eps, root)
-    return _Norm(x, weight, eps, outer)
-
-
-def _narrow_norm(x: Node, eps: float, root: Node) -> _Norm | None:
-    """A norm in float32 of a narrower x, narrowed again before the weight."""
-    if x.target is not aten.to.dtype or _steps(x.args[0]) is None:
+def _norm(
+    graph: Graph, x: Node, weight: Node | None, eps: float, offset: float, wide: bool
+) -> Node | None:
+    if (steps := _steps(x)) is not None:
+        return graph.call_function(steps.normalise, (x, weight, eps, offset, wide))
+    if offset or stand_in(x).dtype != torch.float32:
         return None
-    narrowed = only_user(root)
-    if narrowed is None or narrowed.target is not aten.to.dtype:
-        return None
-    outer = only_user(narrowed)
-    weight = norm_weight(outer, narrowed) if outer is not None else None
-    if outer is None or weight is None or stand_in(narrowed).dtype != stand_in(x.args[0]).dtype:
-        return None
-    return _Norm(x.args[0], weight, eps, outer)
+    return graph.call_function(torch.rms_norm, (x, [stand_in(x).shape[-1]], weight, eps))
 
 
 def _steps(node: Node) -> RowSteps | None:
@@ -125,69 +79,18 @@ def _steps(node: Node) -> RowSteps | None:
     return row_steps(value.dtype) if reads_freely(value.device) else None
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: torch.Tensor, share: float
-) -> torch.Tensor:
-    """[..., H]; `share` is 1 / H. A third faster than torch's own, which is put together from more
-    operations."""
-    norm = torch.linalg.vector_norm(x, 2, -1, True)
-    normed = torch.mul(x, torch.addcmul(eps, norm, norm, value=share).rsqrt_())
-    return normed if weight is None else torch.mul(normed, weight)
-
-
-def _constant(module: GraphModule, name: str, value: float) -> Node:
-    """A float32 scalar on the CPU, which torch combines with tensors of any device."""
-    name = f"_{name}_{value!r}".replace(".", "_").replace("-", "_")
-    if name not in module._buffers:
-        module.register_buffer(name, torch.tensor(value, dtype=torch.float32))
-    return module.graph.get_attr(name)
-
-
-def fuse_rotations(module: GraphModule) -> None:
-    """a * cos + cat(-a[half:], a[:half]) * sin as a * cos + roll(a, half) * (sin with its first
-    half negated)."""
-    graph = module.graph
-    signed: dict[Node, Node] = {}
+def fuse_rotations(graph: Graph) -> None:
     for root in list(graph.nodes):
-        if (parts := rotation_parts(root)) is None:
-            continue
-        a, cos, sin, half = parts
-        if sin not in signed:
-            signed[sin] = _negated_first_half(module, sin, half)
-        steps = (
-            _steps(a)
-            if rotates_heads(a, cos) and stand_in(sin).dtype == stand_in(a).dtype
-            else None
-        )
-        with graph.inserting_before(root):
-            if steps is not None:
-                fused = graph.call_function(steps.rotate, (a, cos, signed[sin]))
-            else:
-                straight = graph.call_function(torch.mul, (a, cos))
-                rolled = graph.call_function(torch.roll, (a, half, -1))
-                fused = graph.call_function(torch.addcmul, (straight, rolled, signed[sin]))
-        replace(graph, root, fused)
+        parts = rotation_parts(root)
+        if parts is not None and (steps := _steps(parts[0])) is not None:
+            with graph.inserting_before(root):
+                fused = graph.call_function(steps.rotate, parts)
+            replace(graph, root, fused)
 
 
 def _gate(graph: Graph, x: Node, factor: Node, activation: str) -> Node | None:
     steps = _steps(x) if activation == "silu" else None
     return None if steps is None else graph.call_function(steps.gate, (x, factor))
-
-
-def _negated_first_half(module: GraphModule, sin: Node, half: int) -> Node:
-    """Right after `sin` itself, so that all layers share it."""
-    value = stand_in(sin)
-    name = f"_signs_{half}"
-    if name not in module._buffers:
-        signs = torch.ones(2 * half, dtype=value.dtype, device=value.device)
-        signs[:half] = -1
-        module.register_buffer(name, signs)
-    with module.graph.inserting_after(sin):
-        signs_node = module.graph.get_attr(name)
-    with module.graph.inserting_after(signs_node):
-        product = module.graph.call_function(torch.mul, (sin, signs_node))
-    product.meta["val"] = value
-    return product
 
 
 def pack_linears(module: GraphModule, copies: int) -> list[PackedLinear]:

@@ -17,7 +17,7 @@ from draftsmith.kernels.host_compiler import address_of, function_of
 
 SOURCE = Path(__file__).with_name("row_steps_cpu.cpp")
 _SIGNATURES = {
-    "normalise": "pppnnffi",
+    "normalise": "pppnnffii",
     "rotate": "ppppnnnnni",
     "gate": "pppnnnni",
     "add": "pppnnnni",
@@ -32,10 +32,16 @@ class RowSteps:
         self._normalise, self._rotate, self._gate, _ = (functions[name] for name in _SIGNATURES)
 
     def normalise(
-        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, share: float
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        offset: float = 0.0,
+        wide: bool = False,
     ) -> torch.Tensor:
-        """x / sqrt(share * sum(x ** 2, -1) + eps), summed in float32, then times `weight` [H];
-        x [..., H]."""
+        """x / sqrt(mean(x ** 2, -1) + eps), summed in float32, then times `weight` [H]; x [..., H].
+        `wide`: the weight, with `offset` added, multiplies in float32, before the result is
+        rounded; else after that."""
         x = x.contiguous()
         width = x.shape[-1]
         out = torch.empty_like(x)
@@ -46,13 +52,15 @@ class RowSteps:
             x.numel() // width,
             width,
             eps,
-            share,
+            offset,
+            wide,
             torch.get_num_threads(),
         )
         return out
 
     def rotate(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        """x * cosine + roll(x, D / 2) * sine; x [1, heads, T, D], the others [1, 1, T, D]."""
+        """x * cosine + cat(-x[D / 2 :], x[: D / 2]) * sine; x [1, heads, T, D], the others [1, 1,
+        T, D]."""
         if x.stride(3) != 1:
             x = x.contiguous()
         _, heads, tokens, dim = x.shape

@@ -20,12 +20,16 @@ inline float sum_of_squares(const T* x, int64_t width) {
 
 template <typename T>
 void normalise(const T* x, const T* weight, T* out, int64_t rows, int64_t width, float eps,
-               float share, int threads) {
+               float offset, bool wide, int threads) {
+  const float share = float(1.0 / double(width));
   each(rows, threads, [=](int64_t row) {
     const T* from = x + row * width;
     T* to = out + row * width;
     const float scale = 1.0f / sqrtf(sum_of_squares(from, width) * share + eps);
-    if (weight)
+    if (weight && wide)
+      for (int64_t d = 0; d < width; d++)
+        narrow(widened(from[d]) * scale * (widened(weight[d]) + offset), to + d);
+    else if (weight)
       for (int64_t d = 0; d < width; d++)
         narrow(rounded<T>(widened(from[d]) * scale) * widened(weight[d]), to + d);
     else
@@ -39,7 +43,7 @@ template <typename T>
 inline void rotate_head(const T* x, const T* cosine, const T* sine, T* __restrict to,
                         int64_t half) {
   for (int64_t d = 0; d < half; d++)
-    narrow(rounded<T>(widened(x[d]) * widened(cosine[d])) + widened(x[d + half]) * widened(sine[d]),
+    narrow(rounded<T>(widened(x[d]) * widened(cosine[d])) - widened(x[d + half]) * widened(sine[d]),
            to + d);
   x += half, cosine += half, sine += half, to += half;
   for (int64_t d = 0; d < half; d++)
@@ -80,8 +84,8 @@ void add(const T* x, const T* y, T* out, int64_t rows, int64_t width, int64_t x_
 
 #define STEPS(name, T)                                                                             \
   extern "C" void normalise_##name(const T* x, const T* weight, T* out, int64_t rows,              \
-                                   int64_t width, float eps, float share, int threads) {           \
-    normalise<T>(x, weight, out, rows, width, eps, share, threads);                                \
+                                   int64_t width, float eps, float offset, int wide, int threads) {\
+    normalise<T>(x, weight, out, rows, width, eps, offset, wide != 0, threads);                    \
   }                                                                                                \
   extern "C" void rotate_##name(const T* x, const T* cosine, const T* sine, T* out,                \
                                 int64_t tokens, int64_t heads, int64_t dim, int64_t token_stride,  \

@@ -29,12 +29,15 @@ def test_a_norm_is_torchs(width: int, dtype: torch.dtype) -> None:
     x, weight = numbers(1, 5, width, dtype=dtype) * 3, numbers(width, dtype=dtype, seed=1)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-    found = steps(dtype).normalise(x, weight, 1e-5, 1 / width)
+    found = steps(dtype).normalise(x, weight, 1e-5)
     assert found.dtype == dtype and found.shape == x.shape
     torch.testing.assert_close(found, weight * normed.to(dtype), **CLOSE[dtype])
-    plain = steps(dtype).normalise(x, None, 1e-5, 1 / width)
+    plain = steps(dtype).normalise(x, None, 1e-5)
     torch.testing.assert_close(plain, normed.to(dtype), **CLOSE[dtype])
-    apart = steps(dtype).normalise(x[:, ::2], weight, 1e-5, 1 / width)
+    shifted = steps(dtype).normalise(x, weight, 1e-5, 1.0, True)
+    exact = (normed * (weight.float() + 1)).to(dtype)
+    torch.testing.assert_close(shifted, exact, **CLOSE[dtype])
+    apart = steps(dtype).normalise(x[:, ::2], weight, 1e-5)
     assert torch.equal(apart, found[:, ::2])
 
 
@@ -43,7 +46,8 @@ def test_a_norm_is_torchs(width: int, dtype: torch.dtype) -> None:
 def test_a_rotation_is_torchs(heads: int, tokens: int, dim: int, dtype: torch.dtype) -> None:
     x = numbers(1, tokens, heads, dim + 4, dtype=dtype).transpose(1, 2)[..., :dim]
     cosine, sine = (numbers(1, 1, tokens, dim, dtype=dtype, seed=seed) for seed in (1, 2))
-    expected = torch.addcmul(x * cosine, x.roll(dim // 2, -1), sine)
+    turned = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], dim=-1)
+    expected = torch.addcmul(x * cosine, turned, sine)
     found = steps(dtype).rotate(x, cosine, sine)
     assert found.shape == x.shape
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
@@ -84,7 +88,7 @@ def test_threads_change_nothing(dtype: torch.dtype) -> None:
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            normed = found.normalise(x, weight, 1e-5, 1 / 64)
+            normed = found.normalise(x, weight, 1e-5)
             seen.append((normed, found.rotate(heads, cosine, cosine), found.gate(x, normed)))
     finally:
         torch.set_num_threads(before)
