@@ -33,6 +33,23 @@ inline float rounded(float x) {
   return widened(y);
 }
 
+// The largest of some numbers; of NaNs, that of the others.
+template <typename T>
+float largest(const T* x, int64_t count) {
+  constexpr int64_t kAtOnce = 64;
+  float lanes[kAtOnce], most = -INFINITY;
+  for (float& one : lanes) one = -INFINITY;
+  int64_t v = 0;
+  for (; v + kAtOnce <= count; v += kAtOnce)
+    for (int64_t i = 0; i < kAtOnce; i++) {
+      const float value = widened(x[v + i]);
+      lanes[i] = value > lanes[i] ? value : lanes[i];
+    }
+  for (; v < count; v++) most = widened(x[v]) > most ? widened(x[v]) : most;
+  for (float one : lanes) most = one > most ? one : most;
+  return most;
+}
+
 // Rows of a pass over a paged pool. paged_compiled.py and call_list.py say what the numbers are.
 struct Rows {
   const int64_t *tables, *positions, *lengths, *begins;

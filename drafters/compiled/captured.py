@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from operator import attrgetter, getitem
+from operator import getitem
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -159,9 +159,6 @@ def compare(found: torch.Tensor, expected: torch.Tensor) -> None:
         raise Mismatch(f"it differs from the model's own by {error.item():.1e}")
 
 
-_version = attrgetter("_version")
-
-
 class Replay:
     """`replay(*inputs, attention_context)` gives what the captured function gave, without its
     Python.
@@ -187,9 +184,6 @@ class Replay:
             from draftsmith.drafters.compiled.device_rewrite import rewrite_for_device
 
             self._packed = rewrite_for_device(module)
-        held = [tensor for one in self._packed for tensor in (*one.weights, *one.biases)]
-        self._weights = [tensor for tensor in held if tensor is not None]
-        self._versions: list[int] = []
         constants = _lift_constants(module)
         self._constants = list(constants.values())
         module.recompile()
@@ -210,14 +204,8 @@ class Replay:
         return self._run(*inputs, attention_context, *self._constants)
 
     def refresh(self) -> None:
-        if self._one_call is not None:
-            versions = list(map(_version, self._weights))
-            if versions == self._versions:
-                return
-            self._versions = versions
-        for packed in self._packed:
-            packed.refresh()
-        if self._one_call is not None:
+        changed = [packed.refresh() for packed in self._packed]
+        if self._one_call is not None and any(changed):
             self._one_call.refresh()
 
 

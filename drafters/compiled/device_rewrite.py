@@ -221,12 +221,15 @@ class JoinedLinear:
         self._weight = joined(self.weights)
         self._bias = self._joined_bias()
 
-    def refresh(self) -> None:
-        if not _follow(self.weights, self._weight):
+    def refresh(self) -> bool:
+        """False where nothing was given other memory."""
+        moved = not _follow(self.weights, self._weight)
+        if moved:
             self._weight = joined(self.weights)
         given = [bias for bias in self.biases if bias is not None]
         if self._bias is not None and any(not _within(bias, self._bias) for bias in given):
-            self._bias = self._joined_bias()
+            self._bias, moved = self._joined_bias(), True
+        return moved
 
     @torch.inference_mode(False)
     def _joined_bias(self) -> torch.Tensor | None:

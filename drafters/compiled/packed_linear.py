@@ -65,12 +65,13 @@ class PackedLinear:
         self._versions: list[int] = []
         self.refresh()
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
+        """Lay weights out again; False where none was written."""
         versions = [
             tensor._version for tensor in (*self.weights, *self.biases) if tensor is not None
         ]
         if versions == self._versions:
-            return
+            return False
         joined = torch.cat(self.weights).detach()
         self._bias = self._joined_bias()
         self.few = few_rows(
@@ -83,6 +84,7 @@ class PackedLinear:
         )
         self._packed = _laid_out(joined) if self.way == PACKED else None
         self._versions = versions
+        return True
 
     def _fastest(self, joined: torch.Tensor) -> str:
         """The way of more rows than few."""

@@ -12,7 +12,6 @@ namespace {
 
 constexpr float kLogZero = -1e30f, kLeastLogP = -100.0f;  // as rows.py has them
 constexpr double kLeastAlpha = 1e-30, kLeastDeviation = 1e-4;
-constexpr int64_t kLanes = 64;
 constexpr int64_t kSpan = 1024;  // summed in float32; such sums are added in float64
 
 enum Kind { kForwardKl, kReverseKl, kTv, kTvdPlusPlus, kLkAlpha, kLkHybrid, kCe };
@@ -24,23 +23,6 @@ constexpr bool has_below(int kind) {
 
 // At least `least`; a NaN stays one.
 inline float at_least(float x, float least) { return x < least ? least : x; }
-
-// Of NaNs, the largest of the others.
-template <typename T>
-float largest(const T* x, int64_t count) {
-  float lanes[kLanes];
-  for (float& one : lanes) one = -INFINITY;
-  int64_t v = 0;
-  for (; v + kLanes <= count; v += kLanes)
-    for (int64_t i = 0; i < kLanes; i++) {
-      const float value = widened(x[v + i]);
-      lanes[i] = value > lanes[i] ? value : lanes[i];
-    }
-  float most = -INFINITY;
-  for (; v < count; v++) most = std::max(most, widened(x[v]));
-  for (float one : lanes) most = std::max(most, one);
-  return most;
-}
 
 // Logs of a softmax. In float64, since float32 differences of large logits may be taken in any order.
 struct Norm {

@@ -1,6 +1,6 @@
 // Draws from a request's distribution, and verification of a chain by it, from raw logits. The
 // reference is torch's: filters.py, random_streams.py and chain.py say what is computed.
-// draw.py and chain.py compile it.
+// draw.py, chain.py and random_streams.py compile it.
 //
 // Sums and logarithms are rounded otherwise than torch rounds them. Wherever that might change which
 // token is drawn or kept nothing is decided, and the caller takes torch's way: so tokens are the same.
@@ -18,7 +18,6 @@ namespace {
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 constexpr int64_t kPurposes = 8, kAccept = 1, kResidual = 2, kBonus = 3;
-constexpr int kLanes = 16;
 // Bounds of what torch's rounding and this file's differ by: relative for a probability over the
 // token's time of arrival, absolute for a logprob, and for a sum of probabilities.
 constexpr float kRaceError = 1e-5f, kLogprobError = 1e-5f, kMassError = 5e-6f;
@@ -58,30 +57,24 @@ inline float logarithm(float x) {
   return (m + y) + 0.69314718056f * exponent;
 }
 
-// Times of arrival E ~ Exp(1) of every token: -log1p(-u).
-void arrivals(uint64_t key, float* out, int64_t tokens) {
+// Uniform numbers u of a race over the vocabulary.
+void uniforms(uint64_t key, float* out, int64_t tokens) {
   for (int64_t v = 0; v < tokens; v++) {
     const uint64_t x = mix(key + uint64_t(v + 1) * kGolden);
     const float u = (float(int64_t(x >> 12)) + 0.5f) * 0x1p-52f;
     out[v] = u < 1 - 0x1p-24f ? u : 1 - 0x1p-24f;
   }
+}
+
+// Times of arrival E ~ Exp(1) of every token: -log1p(-u).
+void arrivals(uint64_t key, float* out, int64_t tokens) {
+  uniforms(key, out, tokens);
   for (int64_t v = 0; v < tokens; v++) {
     const float u = out[v];
     const float series =
         u * (1.0f + u * (0.5f + u * (0.33333334f + u * (0.25f + u * (0.2f + u * 0.16666667f)))));
     out[v] = u < 0x1p-5f ? series : -logarithm(1.0f - u);
   }
-}
-
-float largest(const float* x, int64_t count) {
-  float lanes[kLanes];
-  for (int j = 0; j < kLanes; j++) lanes[j] = -INFINITY;
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    for (int j = 0; j < kLanes; j++) lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
-  for (; i < count; i++) lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
-  for (int j = 1; j < kLanes; j++) lanes[0] = lanes[j] > lanes[0] ? lanes[j] : lanes[0];
-  return lanes[0];
 }
 
 // Integers in the order of the numbers; both zeros have one.
@@ -413,6 +406,10 @@ bool all_decided(const int64_t* tokens, int64_t rows) {
 }
 
 }  // namespace
+
+extern "C" void uniforms_float32(const int64_t* keys, float* out, int64_t rows, int64_t tokens) {
+  for (int64_t row = 0; row < rows; row++) uniforms(keys[row], out + row * tokens, tokens);
+}
 
 // One token of each row; its distribution into `processed`. False where torch has to decide on
 // some, whose token is -1.

@@ -218,14 +218,13 @@ def _scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 def _every_noise(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """`token_noise` of all tokens of logits [N, V]."""
-    offsets = _token_offsets(logits.shape[-1], logits.device)
-    return _log_exponential_(uniforms(keys, offsets, logits.dtype))
+    return _log_exponential_(uniforms(keys, logits.shape[-1], logits.dtype))
 
 
 @operation
-def uniforms(keys: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Draws of each key [N] and token [V], int64, in (0, 1) -> [N, V]."""
-    return _unit_interval(_mix_(keys[:, None] + offsets), dtype)
+def uniforms(keys: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """Draws of each key [N], int64, and token, in (0, 1) -> [N, V]."""
+    return _unit_interval(_mix_(keys[:, None] + _token_offsets(num_tokens, keys.device)), dtype)
 
 
 def _sparse_scores(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
@@ -287,22 +286,22 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-SOURCE = Path(__file__).with_name("noise_cpu.cpp")
+SOURCE = Path(__file__).with_name("draw_cpu.cpp")
 
 
 def _kernel() -> Any:
-    return function_of(SOURCE, "uniforms_float32", "pppnn")
+    return function_of(SOURCE, "uniforms_float32", "ppnn")
 
 
 def uniforms_compiled(
-    keys: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype
+    keys: torch.Tensor, num_tokens: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """The bits of `uniforms`, in one operation in place of seventeen; None for another type than
     float32, and where there is no compiler."""
     kernel = _kernel() if dtype == torch.float32 else None
     if kernel is None:
         return None
-    keys, offsets = keys.contiguous(), offsets.contiguous()
-    out = torch.empty((len(keys), len(offsets)), dtype=dtype)
-    kernel(keys.data_ptr(), offsets.data_ptr(), out.data_ptr(), len(keys), len(offsets))
+    keys = keys.contiguous()
+    out = torch.empty((len(keys), num_tokens), dtype=dtype)
+    kernel(keys.data_ptr(), out.data_ptr(), len(keys), num_tokens)
     return out

@@ -187,7 +187,7 @@ def test_the_compiled_kernel_gives_the_bits_of_torch(num_tokens: int) -> None:
     keys = torch.randint(-(2**63), 2**63 - 1, (9,), generator=torch.Generator().manual_seed(4))
     keys[:3] = torch.tensor([0, -1, 2**63 - 1])
     offsets = _token_offsets(num_tokens, keys.device)
-    found = random_streams.uniforms_compiled(keys, offsets, torch.float32)
+    found = random_streams.uniforms_compiled(keys, num_tokens, torch.float32)
     assert found is not None
     assert torch.equal(found, _unit_interval(_mix_(keys[:, None] + offsets), torch.float32))
     assert found.min() > 0 and found.max() < 1
