@@ -43,7 +43,6 @@ from draftsmith.kernels.attention.paged_compiled import CompiledContext
 from draftsmith.kernels.attention.pool import Chunk, Scoring
 from draftsmith.kernels.products.row_steps_triton import (
     HeadNorms,
-    Norm,
     WrittenKeys,
     add_normalise,
     gate,
@@ -200,13 +199,10 @@ def _rotated(
     sine: torch.Tensor,
     norms: Norms | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if norms is None:
-        return rotate(query, cosine, sine), rotate(key, cosine, sine)
-    query_weight, key_weight, eps, offset, wide = norms
-    norm = Norm(eps, offset, wide)
+    query_weight, key_weight, *numbers = norms or (None, None)
     return (
-        rotate(query, cosine, sine, query_weight, norm),
-        rotate(key, cosine, sine, key_weight, norm),
+        rotate(query, cosine, sine, query_weight, *numbers),
+        rotate(key, cosine, sine, key_weight, *numbers),
     )
 
 

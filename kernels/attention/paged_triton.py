@@ -126,13 +126,13 @@ def _attend(
     maxima,  # [splits, T, heads] float32, written
     sums,  # [splits, T, heads] float32, written
     tickets,  # [tiles * KV_HEADS * PARTS] int64, zeros before and after
-    sinks,  # [heads]
+    sinks,  # [heads], or None
     block_tables,  # [B, max_blocks] int64
     starts,  # [B + 1] int64
     positions,  # [T] int64
     kv_indices,  # [T] int64
-    ancestors,  # [T] int64
-    first,  # [T] int64
+    ancestors,  # [T] int64; None without trees
+    first,  # [T] int64; None without trees
     query_head_stride,
     query_token_stride,
     table_stride,
@@ -140,7 +140,7 @@ def _attend(
     num_rows,  # B
     num_splits,
     scale,
-    softcap,
+    softcap,  # or None
     window,
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -156,11 +156,8 @@ def _attend(
     REST_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    HAS_TREE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNKS: tl.constexpr,  # with a window, which is their size then
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
 ):
     """Attention of one tile of queries over one split of the context.
 
@@ -206,7 +203,7 @@ def _attend(
     bits = tl.zeros((QUERIES,), tl.int64)
     root = tl.zeros((QUERIES,), tl.int32)
     nearest_root = tl.zeros((), tl.int32)
-    if HAS_TREE:
+    if ancestors is not None:
         bits = tl.load(ancestors + tokens, mask=real, other=-1)
         # A token without a tree sees all up to its own index, as if its tree began beyond them.
         root = tl.load(first + tokens, mask=real, other=_FAR)
@@ -230,7 +227,7 @@ def _attend(
         )
     top = tl.full((QUERIES,), _MINUS_INF, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
-    if HAS_SINKS:  # noqa: SIM102
+    if sinks is not None:  # noqa: SIM102
         # A sink is a key without a value, seen by the first split. Nested, because one part is
         # decided when it is compiled.
         if split == 0:
@@ -259,11 +256,11 @@ def _attend(
             )
             scores = tl.dot(q_rest, k_rest.to(q.dtype), scores, input_precision="ieee")
         scores = scores * scale
-        if HAS_SOFTCAP:
+        if softcap is not None:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         seen = inside[None, :] & (at[None, :] <= kv_index[:, None])
         place = tl.broadcast_to(at[None, :], (QUERIES, KEYS))  # its position
-        if HAS_TREE:  # noqa: SIM102
+        if ancestors is not None:  # noqa: SIM102
             # Blocks before the trees, nearly all of a long context, need no bits.
             if begin_key + KEYS > nearest_root:
                 index = at[None, :] - root[:, None]
@@ -373,10 +370,10 @@ class TritonContext:
         num_heads, num_tokens = query.shape[1], query.shape[2]
         (_, kv_heads, key_dim), value_dim = keys.shape, values.shape[2]
         num_rows, groups = len(self.block_tables), num_heads // kv_heads
-        has_window, has_tree = rule.window is not None, self.tree is not None
+        tree, has_window = self.tree, rule.window is not None
         limits = limits_of(query.device)
         widths = Widths.of(key_dim, value_dim)
-        kind = HeadKind(groups, widths, keys.element_size(), has_tree and has_window)
+        kind = HeadKind(groups, widths, keys.element_size(), tree is not None and has_window)
         tiles = choose_tiles(kind, -(-num_tokens // num_rows), limits.shared_bytes)
         num_tiles = num_tokens // tiles.tokens + num_rows
         max_context = self.block_tables.shape[1] * self.block_size
@@ -392,9 +389,6 @@ class TritonContext:
                 torch.empty(parts.shape[:-1], device=query.device, dtype=torch.float32)
                 for _ in range(2)
             )
-        # Unused pointers of a variant get any tensor.
-        tree = self.tree
-        kv_indices = self.positions if tree is None else tree.kv_indices
         _attend[num_tiles, kv_heads * tiles.parts, num_splits](
             query,
             keys,
@@ -404,13 +398,13 @@ class TritonContext:
             maxima,
             sums,
             self.tickets,
-            out if rule.sinks is None else rule.sinks,
+            rule.sinks,
             self.block_tables,
             self.starts,
             self.positions,
-            kv_indices,
-            kv_indices if tree is None else tree.ancestors,
-            kv_indices if tree is None else tree.first,
+            self.positions if tree is None else tree.kv_indices,
+            None if tree is None else tree.ancestors,
+            None if tree is None else tree.first,
             query.stride(1),
             query.stride(2),
             self.block_tables.stride(0),
@@ -418,7 +412,7 @@ class TritonContext:
             num_rows,
             num_splits,
             rule.scaling,
-            1.0 if rule.softcap is None else rule.softcap,
+            rule.softcap,
             size_of(rule.window),
             KV_HEADS=kv_heads,
             GROUPS=groups,
@@ -434,11 +428,8 @@ class TritonContext:
             REST_WIDTH=widths.rest,
             VALUE_WIDTH=widths.value,
             IS_SPLIT=num_splits > 1,
-            HAS_TREE=has_tree,
             HAS_WINDOW=has_window,
             HAS_CHUNKS=isinstance(rule.window, Chunk),
-            HAS_SOFTCAP=rule.softcap is not None,
-            HAS_SINKS=rule.sinks is not None,
             num_warps=tiles.num_warps,
         )
         return out

@@ -74,11 +74,11 @@ def _normaliser(row, size, lanes, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _logits(draft, target, vocab_map, at, size, HAS_MAP: tl.constexpr):
+def _logits(draft, target, vocab_map, at, size):
     """(x, z) of a block of draft tokens: the target's and the draft's."""
     inside = at < size
     ids = at
-    if HAS_MAP:
+    if vocab_map is not None:
         ids = tl.load(vocab_map + at, mask=inside, other=0)
     z = tl.load(draft + at, mask=inside, other=_MINUS_INF).to(tl.float32)
     return tl.load(target + ids, mask=inside, other=_MINUS_INF).to(tl.float32), z
@@ -87,19 +87,19 @@ def _logits(draft, target, vocab_map, at, size, HAS_MAP: tl.constexpr):
 @triton.jit
 def _sums_in_one_walk(
     draft, target, vocab_map, num_draft_tokens, num_target_tokens, lanes,
-    KIND: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(log normaliser of p, of q, sum p, sum p (log p - log q)), the sums over draft tokens.
 
     Logits are held against the maxima so far, so that no large numbers cancel in a sum: it moves by
     what the maxima move by."""
     p_top, p_total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
-    if HAS_MAP:
+    if vocab_map is not None:
         p_top, p_total = _normaliser(target, num_target_tokens, lanes, BLOCK)
     q_top, q_total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
     mass, against = tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     for begin in range(0, num_draft_tokens, BLOCK):
-        x, z = _logits(draft, target, vocab_map, begin + lanes, num_draft_tokens, HAS_MAP)
+        x, z = _logits(draft, target, vocab_map, begin + lanes, num_draft_tokens)
         p_before, q_before = p_top, _finite(q_top)
         p_top = tl.maximum(p_top, tl.max(x, axis=0))
         q_top, q_total = _online(z, q_top, q_total)
@@ -111,7 +111,7 @@ def _sums_in_one_walk(
             terms = p * (tl.maximum(x, _LOG_ZERO) - tl.maximum(z, _LOG_ZERO))
             against = (against + mass * moved) * decay + tl.sum(terms, axis=0)
         mass = mass * decay + tl.sum(p, axis=0)
-    if not HAS_MAP:
+    if vocab_map is None:
         p_total = mass
     log_p_total, log_q_total = tl.log(p_total), tl.log(q_total)
     against = (against + mass * (log_q_total - log_p_total)) / p_total
@@ -119,11 +119,9 @@ def _sums_in_one_walk(
 
 
 @triton.jit
-def _log_distributions(
-    draft, target, vocab_map, at, size, log_norm_p, log_norm_q, HAS_MAP: tl.constexpr
-):
+def _log_distributions(draft, target, vocab_map, at, size, log_norm_p, log_norm_q):
     """(log p, log q) of a block of draft tokens."""
-    x, z = _logits(draft, target, vocab_map, at, size, HAS_MAP)
+    x, z = _logits(draft, target, vocab_map, at, size)
     return tl.maximum(x - log_norm_p, _LOG_ZERO), tl.maximum(z - log_norm_q, _LOG_ZERO)
 
 
@@ -198,8 +196,8 @@ def _divergence_rows(
     target_logits,  # [N, V]
     target_stride,  # of a row of target_logits
     weights,  # [N] float32
-    vocab_map,  # [Vd] int64
-    columns,  # [N] int64
+    vocab_map,  # [Vd] int64, or None
+    columns,  # [N] int64, or None
     losses,  # [N] float32, written
     alphas,  # [N] float32, written
     keeps,  # [N] float32, written
@@ -210,8 +208,6 @@ def _divergence_rows(
     KIND: tl.constexpr,
     HAS_REF: tl.constexpr,
     HAS_SUMS: tl.constexpr,  # a walk for the sums alone
-    HAS_MAP: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -231,7 +227,7 @@ def _divergence_rows(
         for begin in range(0, num_draft_tokens, BLOCK):
             at = begin + lanes
             log_p, log_q = _log_distributions(
-                draft, target, vocab_map, at, num_draft_tokens, log_norm_p, log_norm_q, HAS_MAP
+                draft, target, vocab_map, at, num_draft_tokens, log_norm_p, log_norm_q
             )
             p, q = tl.exp(log_p), tl.exp(log_q)
             mass += tl.sum(p, axis=0)
@@ -249,19 +245,19 @@ def _divergence_rows(
     else:
         log_norm_p, log_norm_q, mass, against = _sums_in_one_walk(
             draft, target, vocab_map, num_draft_tokens, num_target_tokens, lanes,
-            KIND, HAS_MAP, BLOCK,
+            KIND, BLOCK,
         )  # fmt: skip
     outside = tl.full((), 0.0, tl.float32)
-    if HAS_MAP:
+    if vocab_map is not None:
         outside = tl.maximum(1.0 - mass, 0.0)
 
     # The text's token is read before the gradient goes over the logits.
     column, log_q_x = tl.full((), -1, tl.int64), tl.full((), 0.0, tl.float32)
-    if HAS_COLUMNS:
+    if columns is not None:
         column = tl.load(columns + row)
         token = tl.maximum(column, 0)
         z = tl.load(draft + token).to(tl.float32)
-        if HAS_MAP:
+        if vocab_map is not None:
             token = tl.load(vocab_map + token)
         x = tl.load(target + token).to(tl.float32)
         log_q_x = tl.where(column >= 0, tl.maximum(z - log_norm_q, _LOG_ZERO), 0.0)
@@ -278,7 +274,7 @@ def _divergence_rows(
     for begin in range(0, num_draft_tokens, BLOCK):
         at = begin + lanes
         log_p, log_q = _log_distributions(
-            draft, target, vocab_map, at, num_draft_tokens, log_norm_p, log_norm_q, HAS_MAP
+            draft, target, vocab_map, at, num_draft_tokens, log_norm_p, log_norm_q
         )
         p, q = tl.exp(log_p), tl.exp(log_q)
         push = a * p + b * tl.where(q < p, q, 0.0) + d * tl.where(at == column, 1.0, 0.0)
@@ -310,8 +306,6 @@ def divergence_rows_triton(
     loss, alpha, keep, outside = (
         torch.empty(num_rows, dtype=torch.float32, device=weights.device) for _ in range(4)
     )
-    # Arguments that a variant of the kernel does not read still need a pointer.
-    has_columns = rows.columns is not None
     if num_rows:
         _divergence_rows[(num_rows,)](
             grad,
@@ -319,8 +313,8 @@ def divergence_rows_triton(
             target_logits,
             target_logits.stride(0),
             weights,
-            weights if rows.vocab_map is None else rows.vocab_map.contiguous(),
-            weights if rows.columns is None else rows.columns.contiguous(),
+            None if rows.vocab_map is None else rows.vocab_map.contiguous(),
+            None if rows.columns is None else rows.columns.contiguous(),
             loss,
             alpha,
             keep,
@@ -331,14 +325,12 @@ def divergence_rows_triton(
             KIND=CODES[kind.name],
             HAS_REF=kind.name in HELD_AGAINST,
             HAS_SUMS=kind.name not in IN_ONE_WALK,
-            HAS_MAP=rows.vocab_map is not None,
-            HAS_COLUMNS=has_columns,
             BLOCK=min(
                 block, triton.next_power_of_2(max(num_draft_tokens, target_logits.shape[-1]))
             ),
             num_warps=8,
         )
-    return RowTerms(loss, alpha, keep if has_columns else None, outside, grad)
+    return RowTerms(loss, alpha, None if rows.columns is None else keep, outside, grad)
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:

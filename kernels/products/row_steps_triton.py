@@ -43,9 +43,9 @@ def weighted(
 @triton.jit
 def _normalise(
     x,
-    residual,  # [rows, H]
-    weight,  # [H]
-    total,  # [rows, H], written: x + residual
+    residual,  # [rows, H], or None
+    weight,  # [H], or None
+    total,  # [rows, H], written with a residual: x + residual
     out,  # [rows, H], written
     token_stride,  # of x
     head_stride,
@@ -53,8 +53,6 @@ def _normalise(
     HEADS: tl.constexpr,  # rows of a token
     WIDTH: tl.constexpr,  # H
     BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
     OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -64,13 +62,13 @@ def _normalise(
     inside = at < WIDTH
     begin = row // HEADS * token_stride + row % HEADS * head_stride
     numbers = tl.load(x + begin + at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual is not None:
         added = tl.load(residual + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
         rounded = (numbers + added).to(dtype)
         tl.store(total + row * WIDTH + at, rounded, mask=inside)
         numbers = rounded.to(tl.float32)
     normed = numbers * tl.rsqrt(tl.sum(numbers * numbers, axis=0) / WIDTH + eps)
-    if HAS_WEIGHT:
+    if weight is not None:
         normed = weighted(normed, weight, at, inside, dtype, OFFSET, WIDE)
     tl.store(out + row * WIDTH + at, normed.to(dtype), mask=inside)
 
@@ -122,16 +120,13 @@ def _launch_norm(
         return total, out
     _normalise[(num_rows,)](
         x,
-        # Unused pointers of a variant get any tensor.
-        x if residual is None else residual,
-        x if weight is None else weight,
+        residual,
+        weight,
         total,
         out,
         *strides,
         norm.eps,
         HEADS=heads,
-        HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None,
         **norm_constants(norm),
         **sizes(width),
     )
@@ -164,12 +159,11 @@ def _turn(
     head,  # [D]
     cosine,  # [D]
     sine,  # [D]
-    weight,  # [D]
+    weight,  # [D], or None for no norm
     out,  # [D], written
     eps,
     DIM: tl.constexpr,  # D
     HALF: tl.constexpr,  # D / 2 or the next power of two
-    HAS_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -181,7 +175,7 @@ def _turn(
     far = at + DIM // 2
     low = tl.load(head + at, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(head + far, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if weight is not None:
         squares = tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)
         scale = tl.rsqrt(squares / DIM + eps)
         low = weighted(low * scale, weight, at, inside, dtype, OFFSET, WIDE)
@@ -206,8 +200,8 @@ def _rotate(
     value,
     cosine,  # [T, D]
     sine,  # [T, D]
-    query_weight,  # [D]
-    key_weight,  # [D]
+    query_weight,  # [D], or None for no norm
+    key_weight,  # [D], or None
     slots,  # [T] int64
     turned,  # [T, HEADS, D], written
     keys,  # [slots, KV_HEADS, D], written
@@ -225,7 +219,6 @@ def _rotate(
     HALF: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -236,7 +229,7 @@ def _rotate(
             query + token * query_token_stride + head * query_head_stride,
             cosines, sines, query_weight,
             turned + (token * HEADS + head) * DIM,
-            eps, DIM, HALF, HAS_NORM, OFFSET, WIDE,
+            eps, DIM, HALF, OFFSET, WIDE,
         )  # fmt: skip
     elif head < HEADS + KV_HEADS:
         head -= HEADS
@@ -244,7 +237,7 @@ def _rotate(
             key + token * key_token_stride + head * key_head_stride,
             cosines, sines, key_weight,
             keys + (tl.load(slots + token) * KV_HEADS + head) * DIM,
-            eps, DIM, HALF, HAS_NORM, OFFSET, WIDE,
+            eps, DIM, HALF, OFFSET, WIDE,
         )  # fmt: skip
     else:
         head -= HEADS + KV_HEADS
@@ -261,12 +254,12 @@ def rotate(
     cosine: torch.Tensor,
     sine: torch.Tensor,
     weight: torch.Tensor | None = None,
-    norm: Norm | None = None,
+    *norm: Any,
 ) -> torch.Tensor:
     """x * cosine + cat(-x[D / 2 :], x[: D / 2]) * sine; x [1, heads, T, D], the others [1, 1, T,
-    D]. With `weight` [D] and `norm` the heads are normalised before."""
+    D]. With `weight` [D] and the numbers of a `Norm` the heads are normalised before."""
     x = _side_by_side(x)
-    norms = None if weight is None or norm is None else HeadNorms(weight, weight, *norm)
+    norms = None if weight is None else HeadNorms(weight, weight, *norm)
     return _launch_rotation(x, cosine, sine, norms, None)
 
 
@@ -322,8 +315,8 @@ def _launch_rotation(
         value,
         cosine.contiguous(),
         sine.contiguous(),
-        query if norms is None else norms.query_weight,
-        query if norms is None else norms.key_weight,
+        None if norms is None else norms.query_weight,
+        None if norms is None else norms.key_weight,
         slots.contiguous(),
         turned,
         keys,
@@ -336,7 +329,6 @@ def _launch_rotation(
         HALF=triton.next_power_of_2(dim // 2),
         VALUE_DIM=value_dim,
         VALUE_WIDTH=triton.next_power_of_2(value_dim),
-        HAS_NORM=norms is not None,
         **norm_constants(norm),
         num_warps=1,
     )
