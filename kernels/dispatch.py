@@ -50,8 +50,7 @@ BACKENDS = {
         "attention.paged_triton:triton_context", "attention.paged_compiled:compiled_context"
     ),
     "divergence_terms": Backend(
-        "divergence.rows_triton:divergence_rows_triton",
-        "divergence.rows_compiled:divergence_rows_compiled",
+        "divergence.rows_triton:divergence_rows_triton", "divergence.rows:divergence_rows_compiled"
     ),
 }
 

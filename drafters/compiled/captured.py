@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from operator import getitem
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from draftsmith.drafters.compiled.capture import NUM_TOKENS, capture
 from draftsmith.drafters.compiled.one_call import one_call
 from draftsmith.drafters.compiled.packed_linear import PackedLinear
-from draftsmith.drafters.compiled.patterns import Product, multiply, tensor
+from draftsmith.drafters.compiled.patterns import tensor
 from draftsmith.drafters.compiled.rewrite import rewrite
 from draftsmith.drafters.interface import ForwardCapturable
 from draftsmith.drafters.target.attention import AttentionContext
@@ -189,14 +188,11 @@ class Replay:
         module.recompile()
         self.graph = module.graph
         self._run = module.forward
-        self._product = _only_product(module.graph, constants)
         self._one_call = one_call(module.graph, constants) if steps == "cpu" else None
 
     def __call__(
         self, *inputs: torch.Tensor, attention_context: AttentionContext | None = None
     ) -> Any:
-        if self._product is not None:
-            return self._product(inputs[0])[0]
         if self._one_call is not None:
             found = self._one_call(inputs, attention_context)
             if found is not None:
@@ -209,23 +205,12 @@ class Replay:
             self._one_call.refresh()
 
 
-def _only_product(graph: Graph, constants: dict[Node, Any]) -> Product | None:
-    """The product of the first input that a head is; None where there is more to do."""
-    done = [node for node in graph.nodes if node.op == "call_function"]
-    first, last = next(iter(graph.nodes)), done[-1] if done else None
-    (outputs,) = next(node for node in graph.nodes if node.op == "output").args
-    if [node.target for node in done] != [multiply, getitem] or outputs is not last:
-        return None
-    product, rows = done[0].args
-    return constants[product] if rows is first and last.args == (done[0], 0) else None
-
-
-def _lift_constants(module: GraphModule) -> dict[torch.fx.Node, Any]:
+def _lift_constants(module: GraphModule) -> dict[Node, Any]:
     """Attributes of a module are slow to read: they become its last inputs, given every
     time."""
     graph = module.graph
-    nodes: dict[str, torch.fx.Node] = {}
-    constants: dict[torch.fx.Node, Any] = {}
+    nodes: dict[str, Node] = {}
+    constants: dict[Node, Any] = {}
     last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.nodes):
         if node.op != "get_attr":

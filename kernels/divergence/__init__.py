@@ -2,8 +2,7 @@
 
 Files in reading order:
 - `kind`: names and parameters of the divergences; torch-free
-- `rows`: the reference over rows of logits
-- `rows_compiled`: the same by a compiled kernel of a CPU
+- `rows`: the reference over rows of logits; on a CPU by `rows_cpu.cpp`
 - `rows_triton`: the same in Triton
 - `sparse`: divergence from stored top tokens
 - `fused`: from hidden states, in chunks of rows

@@ -11,7 +11,6 @@ of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -52,17 +51,6 @@ TargetLogits = Callable[[slice], "torch.Tensor | SharedLogits"]
 ChunkRows = Callable[[torch.Tensor, slice], RowTerms]  # (draft logits [t, Vd], which rows) -> terms
 
 
-@dataclass(frozen=True)
-class HeadLogits:
-    """Target logits from the target's states, as `divergence` takes them."""
-
-    hidden: torch.Tensor  # [T, Ht]
-    head: torch.Tensor  # [V, Ht]
-
-    def __call__(self, rows: slice) -> torch.Tensor:
-        return self.hidden[rows] @ self.head.T
-
-
 class Divergence(NamedTuple):
     """Only `loss` has a gradient."""
 
@@ -98,8 +86,7 @@ def divergence(
             held until backward.
         target: gives the target's raw logits [t, V] of a slice of rows, called without gradients,
         once a slice
-            (`HeadLogits` where they are a plain product), `SharedLogits` where rows share them; or
-            the sparse distribution of every row.
+            `SharedLogits` where rows share them; or the sparse distribution of every row.
         weights: [T], constant; a row of weight 0 adds exactly nothing to loss and gradients.
         vocab_map: [Vd] target id of each draft id; None when the vocabularies are the same.
         tokens: [T] target ids of the text, for `keep` and for ce.

@@ -1,6 +1,6 @@
-// Divergences of rows of logits with their gradients. rows.py has the formulas, rows_compiled.py
-// compiles this and says what the arguments are. Rows that share a target row follow each other, and
-// its distribution is computed once for them.
+// Divergences of rows of logits with their gradients. rows.py has the formulas, compiles
+// this and says what the arguments are. Rows that share a target row follow each other, and its
+// distribution is computed once for them.
 
 #include <algorithm>
 #include <memory>

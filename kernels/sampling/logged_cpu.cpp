@@ -1,6 +1,6 @@
 // Distributions as records hold them, row by row: the likeliest tokens, the mass outside them, the
-// drafted token's own logprob and the norm under a temperature. logged_compiled.py compiles it and
-// says what the arguments are.
+// drafted token's own logprob and the norm under a temperature. logged.py compiles it and says
+// what the arguments are.
 
 #include <algorithm>
 #include <functional>

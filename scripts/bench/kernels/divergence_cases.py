@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.kernels.divergence.fused import HeadLogits, default_chunk_size, divergence
+from draftsmith.kernels.divergence.fused import default_chunk_size, divergence
 from draftsmith.kernels.divergence.kind import DivergenceKind, kind_of
 from scripts.bench.kernels.case import Call, Case, Sizes
 from scripts.bench.kernels.peers import has_liger, liger_forward_kl, liger_jsd
@@ -103,8 +103,9 @@ def divergence_case(name: str, sizes: Sizes, vocab_size: int, device: torch.devi
     """Forward KL is to given target logits, which is what Liger's fused KL takes (as
     probabilities), the others are from both hidden states."""
     pair, kind, is_given = make_pair(sizes, vocab_size, device), kind_of(name), name == "forward-kl"
-    given = pair.target_hidden @ pair.target_head.T if is_given else torch.empty(0)
-    target = given.__getitem__ if is_given else HeadLogits(pair.target_hidden, pair.target_head)
+    hidden, head = pair.target_hidden, pair.target_head
+    given = hidden @ head.T if is_given else torch.empty(0)
+    target = given.__getitem__ if is_given else lambda rows: hidden[rows] @ head.T
     tokens = pair.tokens if name == "ce" else None
 
     def ours() -> Any:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels.acceptance import keep_probability, overlap
-from draftsmith.kernels.divergence.fused import Divergence, HeadLogits, divergence
+from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import PARAMETERS, DivergenceKind, kind_of
 from draftsmith.kernels.divergence.rows import LEAST_DEVIATION, RowInputs, divergence_rows
 
@@ -305,11 +305,16 @@ def test_wrong_vocabulary_is_named() -> None:
         ours(kind_of("tv"), case._replace(vocab_map=None), case.hidden, case.head)
 
 
-def test_a_target_head_serves_as_target_logits() -> None:
+def test_target_logits_may_be_made_slice_by_slice() -> None:
     case = make_case(subset=False)
     states, head = torch.randn(7, 3, dtype=torch.float64), torch.randn(13, 3, dtype=torch.float64)
     by_head = divergence(
-        kind_of("jsd"), case.hidden, case.head, HeadLogits(states, head), case.weights, chunk_size=2
+        kind_of("jsd"),
+        case.hidden,
+        case.head,
+        lambda rows: states[rows] @ head.T,
+        case.weights,
+        chunk_size=2,
     )
     by_logits = ours(kind_of("jsd"), case._replace(target=states @ head.T), case.hidden, case.head)
     torch.testing.assert_close(by_head.loss, by_logits.loss)
@@ -320,7 +325,11 @@ def test_memory_held_is_not_rows_times_vocabulary() -> None:
     num_rows, width, num_tokens = 64, 4, 4096
     hidden = torch.randn(num_rows, width, requires_grad=True)
     head = torch.randn(num_tokens, width, requires_grad=True)
-    target = HeadLogits(hidden.detach(), torch.randn(num_tokens, width))
+    states, target_head = hidden.detach(), torch.randn(num_tokens, width)
+
+    def target(rows: slice) -> torch.Tensor:
+        return states[rows] @ target_head.T
+
     loss = divergence(
         kind_of("lk-hybrid"), hidden, head, target, torch.ones(num_rows), chunk_size=8
     ).loss

@@ -12,20 +12,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.kernels.divergence import rows_compiled
+from draftsmith.kernels.divergence import rows as rows_module
 from draftsmith.kernels.divergence.fused import SharedLogits, divergence
 from draftsmith.kernels.divergence.kind import PARAMETERS, DivergenceKind, kind_of
 from draftsmith.kernels.divergence.rows import (
+    CODES,
     RowInputs,
     RowTerms,
     divergence_rows,
+    divergence_rows_compiled,
     divergence_terms,
     draft_columns,
 )
-from draftsmith.kernels.divergence.rows_compiled import CODES, divergence_rows_compiled
 
 compiler = pytest.mark.skipif(
-    rows_compiled._kernel(torch.float32, torch.float32) is None, reason="there is no C++ compiler"
+    rows_module._kernel(torch.float32, torch.float32) is None, reason="there is no C++ compiler"
 )
 every_kind = pytest.mark.parametrize(
     "kind", [kind_of(name) for name in CODES], ids=lambda kind: kind.metric
