@@ -56,7 +56,7 @@ def _is_filtered(row, temperature, top_k, top_p, min_p):
 
 
 @triton.jit
-def _winner(scores, winners, row, num_blocks, BLOCKS: tl.constexpr):
+def winner(scores, winners, row, num_blocks, BLOCKS: tl.constexpr):
     """The best block's token; -1 when every score is -inf."""
     blocks = tl.arange(0, BLOCKS)
     best = tl.load(scores + row * num_blocks + blocks, mask=blocks < num_blocks, other=MINUS_INF)
@@ -179,7 +179,7 @@ def _narrow(
     degree = tl.load(temperature + row)
     if WRITTEN:  # noqa: SIM102
         if degree == 0:
-            token = _winner(scores, winners, row, num_blocks, BLOCKS)
+            token = winner(scores, winners, row, num_blocks, BLOCKS)
             tl.store(output, tl.where(columns == token, 0.0, MINUS_INF), mask=inside)
     if FILTERED:  # noqa: SIM102
         if _is_filtered(row, temperature, top_k, top_p, min_p):
@@ -262,7 +262,7 @@ def _finish(
         tl.store(results + 2 * row, cut)
         tl.store(results + 2 * row + 1, first_id)
     elif raced:
-        token = _winner(scores, winners, row, num_blocks, BLOCKS)
+        token = winner(scores, winners, row, num_blocks, BLOCKS)
         tl.store(results + row, token.to(tl.int64))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from draftsmith.kernels.sampling.draw_triton import winner
 from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean
 from draftsmith.kernels.sampling.random_streams_triton import BONUS, RESIDUAL, log_noise, stream_key
 from draftsmith.kernels.verify.rows_triton import finite, log_residual, logprob
@@ -41,8 +42,8 @@ def tree_race(
     accepted,  # [B] int64
     stands,  # [B, NUMBERS] int64: last node, its first tested child or -1
     scales,  # [B, 4] float32: p_top, p_log_sum, q_top, log A
-    scores,  # [B, blocks, 2] float64, written
-    winners,  # [B, blocks, 2] int32, written
+    scores,  # [B, 2, blocks] float64, written
+    winners,  # [B, 2, blocks] int32, written
     num_nodes,  # N
     num_tokens,  # V
     num_blocks,
@@ -89,8 +90,8 @@ def tree_race(
 def keep_best(
     distribution,  # [BLOCK] logits
     noise,  # [BLOCK] log noise
-    scores,  # [B, blocks, 2] float64, written
-    winners,  # [B, blocks, 2] int32, written
+    scores,  # [B, 2, blocks] float64, written
+    winners,  # [B, 2, blocks] int32, written
     b,  # scalar
     block,  # scalar
     num_blocks,
@@ -105,29 +106,17 @@ def keep_best(
     """
     top = finite(tl.max(distribution, axis=0))
     best, at = tl.max((distribution - top) - noise, axis=0, return_indices=True)
-    place = (b * num_blocks + block) * 2 + slot
+    place = (b * 2 + slot) * num_blocks + block
     tl.store(scores + place, best.to(tl.float64) + top.to(tl.float64))
     tl.store(winners + place, block * BLOCK + at)
-
-
-@triton.jit
-def winner(scores, winners, b, slot, num_blocks, BLOCKS: tl.constexpr):
-    """The best block's token; -1 when every score is -inf."""
-    blocks = tl.arange(0, BLOCKS)
-    values = tl.load(
-        scores + (b * num_blocks + blocks) * 2 + slot, mask=blocks < num_blocks, other=MINUS_INF
-    )
-    best, at = tl.max(values, axis=0, return_indices=True)
-    token = tl.load(winners + (b * num_blocks + at) * 2 + slot)
-    return tl.where(best == MINUS_INF, -1, token)
 
 
 @triton.jit(do_not_specialize=["num_draft"], do_not_specialize_on_alignment=["draft_tokens"])
 def emit(
     draft_tokens,  # [B, K] int64
     accepted,  # [B] int64
-    scores,  # [B, blocks, 2] float64
-    winners,  # [B, blocks, 2] int32
+    scores,  # [B, 2, blocks] float64
+    winners,  # [B, 2, blocks] int32
     tokens,  # [B, K + 1] int64, written
     num_draft,  # K
     num_blocks,
@@ -137,8 +126,8 @@ def emit(
     """Program b writes row b of the output: kept drafts, the winner, -1."""
     b = tl.program_id(0).to(tl.int64)
     kept = tl.load(accepted + b)
-    token = winner(scores, winners, b, 0, num_blocks, BLOCKS)
-    token = tl.where(token < 0, winner(scores, winners, b, 1, num_blocks, BLOCKS), token)
+    token = winner(scores, winners, b * 2, num_blocks, BLOCKS)
+    token = tl.where(token < 0, winner(scores, winners, b * 2 + 1, num_blocks, BLOCKS), token)
     columns = tl.arange(0, COLUMNS)
     drafts = tl.load(draft_tokens + b * num_draft + columns, mask=columns < kept, other=-1)
     output = tl.where(columns == kept, token.to(tl.int64), drafts)

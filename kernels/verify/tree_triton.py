@@ -382,8 +382,8 @@ def verify_tree_triton(
     )
     accepted = torch.empty(num_requests, dtype=torch.int64, device=device)
     scales = torch.empty(num_requests, 4, dtype=torch.float32, device=device)
-    scores = torch.empty(num_requests, num_blocks, 2, dtype=torch.float64, device=device)
-    winners = torch.empty(num_requests, num_blocks, 2, dtype=torch.int32, device=device)
+    scores = torch.empty(num_requests, 2, num_blocks, dtype=torch.float64, device=device)
+    winners = torch.empty(num_requests, 2, num_blocks, dtype=torch.int32, device=device)
     output = torch.empty(num_requests, num_nodes + 1, dtype=torch.int64, device=device)
     if num_requests:
         columns = max(_FEWEST_NODES, triton.next_power_of_2(num_nodes + 1))
