@@ -126,6 +126,11 @@ def read_freely(numbers: torch.Tensor) -> list[Any] | None:
     return numbers.tolist() if reads_freely(numbers.device) else None
 
 
+def side_by_side(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where the numbers of its last dimension lie side by side, else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def pins(device: torch.device) -> bool:
     """True where work and copies from and to page-locked memory run while the host goes on, and
     graphs hold them: on CUDA."""

@@ -18,6 +18,7 @@ import torch
 from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import Chunk, PassLayout, Scoring, size_of
 from draftsmith.kernels.call_list import RowAddresses
+from draftsmith.kernels.dispatch import side_by_side
 from draftsmith.kernels.host_compiler import function_of
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
@@ -90,14 +91,14 @@ class CompiledContext(GatheredContext):
             return super().attend(query, keys, values, rule)
         rows = self.row_addresses
         assert rows is not None  # neither `takes` nor `_is_plain` lets a tree come here
-        query = _of_stride_one(query)
+        query = side_by_side(query)
         _, heads, num_tokens, key_dim = query.shape
         _, kv_heads, value_dim = values.shape
         longest = MOST_QUERIES // (heads // kv_heads)  # tokens of a row
         out = query.new_empty((num_tokens, heads, value_dim))
         pointers, strides = (None, None), (0, 0, 0, 0)
         if new is not None:
-            key, value = _of_stride_one(new[0]), _of_stride_one(new[1])
+            key, value = side_by_side(new[0]), side_by_side(new[1])
             pointers = key.data_ptr(), value.data_ptr()
             strides = key.stride(1), key.stride(2), value.stride(1), value.stride(2)
         done = kernel(query.dtype)(
@@ -134,11 +135,6 @@ def compiled_context(
 ) -> CompiledContext | None:
     """As `paged.attention_context`; None where there is no kernel for the type of `keys`."""
     return None if kernel(keys.dtype) is None else CompiledContext(block_size, layout)
-
-
-def _of_stride_one(states: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T, dim] whose dimensions of a head lie side by side."""
-    return states if states.stride(3) == 1 else states.contiguous()
 
 
 def _fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ import triton.language as tl
 from draftsmith.kernels.attention.lay_out_triton import lay_out, row_bucket
 from draftsmith.kernels.attention.pool import Chunk, Scoring, size_of
 from draftsmith.kernels.attention.tiles import HeadKind, Widths, choose_tiles, limits_of
-from draftsmith.kernels.dispatch import on_its_device
+from draftsmith.kernels.dispatch import on_its_device, side_by_side
 
 if TYPE_CHECKING:
     from draftsmith.kernels.attention.pool import PassLayout, TreeLayout
@@ -365,8 +365,7 @@ class TritonContext:
     ) -> torch.Tensor:
         """query [1, heads, T, dim]; keys and values [S, kv_heads, dim], the pass's own among them
         -> [T, heads, value_dim]."""
-        if query.stride(-1) != 1:
-            query = query.contiguous()
+        query = side_by_side(query)
         num_heads, num_tokens = query.shape[1], query.shape[2]
         (_, kv_heads, key_dim), value_dim = keys.shape, values.shape[2]
         num_rows, groups = len(self.block_tables), num_heads // kv_heads

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from draftsmith.kernels.dispatch import on_its_device
+from draftsmith.kernels.dispatch import on_its_device, side_by_side
 from draftsmith.kernels.divergence.kind import DivergenceKind
 from draftsmith.kernels.divergence.rows import (
     LEAST_ALPHA,
@@ -300,7 +300,7 @@ def divergence_rows_triton(
         raise ValueError("divergence 'ce' needs the tokens of the text; give tokens")
     if rows.which is not None:
         rows = rows.part(slice(None))
-    grad, target_logits = _rows(rows.draft_logits), _rows(rows.target_logits)
+    grad, target_logits = side_by_side(rows.draft_logits), side_by_side(rows.target_logits)
     num_rows, num_draft_tokens = grad.shape
     weights = rows.weights.float().contiguous()
     loss, alpha, keep, outside = (
@@ -331,7 +331,3 @@ def divergence_rows_triton(
             num_warps=8,
         )
     return RowTerms(loss, alpha, None if rows.columns is None else keep, outside, grad)
-
-
-def _rows(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.stride(-1) == 1 else logits.contiguous()

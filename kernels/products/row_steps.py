@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.kernels.dispatch import side_by_side
 from draftsmith.kernels.host_compiler import address_of, function_of
 
 SOURCE = Path(__file__).with_name("row_steps_cpu.cpp")
@@ -61,8 +62,7 @@ class RowSteps:
     def rotate(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         """x * cosine + cat(-x[D / 2 :], x[: D / 2]) * sine; x [1, heads, T, D], the others [1, 1,
         T, D]."""
-        if x.stride(3) != 1:
-            x = x.contiguous()
+        x = side_by_side(x)
         _, heads, tokens, dim = x.shape
         out = x.new_empty((1, tokens, heads, dim))
         # Copies have to live as long as the call.
@@ -83,7 +83,7 @@ class RowSteps:
 
     def gate(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """silu(x) * factor, both [1, T, H]."""
-        x, factor = (one if one.stride(2) == 1 else one.contiguous() for one in (x, factor))
+        x, factor = side_by_side(x), side_by_side(factor)
         _, tokens, width = x.shape
         out = x.new_empty((1, tokens, width))
         self._gate(

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from draftsmith.kernels.dispatch import on_its_device
+from draftsmith.kernels.dispatch import on_its_device, side_by_side
 
 
 class Norm(NamedTuple):
@@ -258,7 +258,7 @@ def rotate(
 ) -> torch.Tensor:
     """x * cosine + cat(-x[D / 2 :], x[: D / 2]) * sine; x [1, heads, T, D], the others [1, 1, T,
     D]. With `weight` [D] and the numbers of a `Norm` the heads are normalised before."""
-    x = _side_by_side(x)
+    x = side_by_side(x)
     norms = None if weight is None else HeadNorms(weight, weight, *norm)
     return _launch_rotation(x, cosine, sine, norms, None)
 
@@ -281,15 +281,10 @@ def rotate_and_write(
     norms: HeadNorms | None,
 ) -> torch.Tensor:
     """`rotate` of the query; keys, rotated likewise, and values go to their slots."""
-    key, value = map(_side_by_side, written[:2])
+    key, value = map(side_by_side, written[:2])
     return _launch_rotation(
-        _side_by_side(query), cosine, sine, norms, written._replace(key=key, value=value)
+        side_by_side(query), cosine, sine, norms, written._replace(key=key, value=value)
     )
-
-
-def _side_by_side(states: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T, dim] whose dimensions of a head lie side by side."""
-    return states if states.stride(3) == 1 else states.contiguous()
 
 
 @on_its_device
@@ -374,7 +369,7 @@ def _gate(
 @on_its_device
 def gate(x: torch.Tensor, factor: torch.Tensor, activation: str) -> torch.Tensor:
     """activation(x) * factor, both [1, T, H]; one of `ACTIVATIONS`."""
-    x, factor = (one if one.stride(2) == 1 else one.contiguous() for one in (x, factor))
+    x, factor = side_by_side(x), side_by_side(factor)
     _, tokens, width = x.shape
     out = x.new_empty((1, tokens, width))
     if out.numel() == 0:

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from draftsmith.kernels.dispatch import on_its_device
+from draftsmith.kernels.dispatch import on_its_device, side_by_side
 from draftsmith.kernels.sampling.draw import Drawn
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.filters_triton import (
@@ -327,7 +327,7 @@ def draw_several_triton(
 ) -> torch.Tensor:
     """`draw.draw_several`."""
     num_rows, num_tokens = processed.shape
-    processed = processed if processed.stride(-1) == 1 else processed.contiguous()
+    processed = side_by_side(processed)
     scores = torch.empty(processed.shape, dtype=torch.float32, device=processed.device)
     block = min(BLOCK, triton.next_power_of_2(num_tokens))
     if num_rows:
@@ -395,7 +395,7 @@ def _launch(
     results = empty(dtype=torch.int64) if written else empty(2, dtype=whole)
     if num_rows == 0:
         return Drawn(results, processed)
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logits = side_by_side(logits)
     # Without streams nothing is read of what stands in their place; without filters neither of
     # maxima and what is laid side by side.
     seeds, positions, purpose = (options[1], options[1], 0) if streams is None else streams

@@ -211,7 +211,6 @@ def _indices(runs: list[tuple[int, int]]) -> list[int]:
 
 
 SOURCE = Path(__file__).with_name("logged_cpu.cpp")
-MOST_KEPT = 128  # `kGroups` of the source
 
 
 def _kernel(dtype: torch.dtype) -> Any:
@@ -224,22 +223,17 @@ def prepare_arrays() -> None:
 
 
 def prob_arrays_compiled(
-    logits: torch.Tensor,
-    tokens: Sequence[int],
-    temperatures: Sequence[float] | None = None,
-    most: int | None = None,
+    logits: torch.Tensor, tokens: Sequence[int], temperatures: Sequence[float] | None = None
 ) -> ProbArrays | None:
-    """Arrays of the `most` (else `TOP`) likeliest tokens of logits [n, V], with the logprobs of the
+    """Arrays of the `TOP` likeliest tokens of logits [n, V], with the logprobs of the
     drafted `tokens` (one that is not known counts as token 0) and, where a temperature is neither 0
-    nor 1, the norm under it; None where no kernel can read them or keep that many. Raises
+    nor 1, the norm under it; None where no kernel can read them. Raises
     `IndexError` for a token beyond the vocabulary."""
     kernel = _kernel(logits.dtype) if logits.stride(-1) == 1 else None
     if kernel is None:
         return None
     count, vocab_size = logits.shape
-    kept = min(TOP if most is None else most, vocab_size)
-    if kept > MOST_KEPT:
-        return None
+    kept = min(TOP, vocab_size)
     drafted = np.maximum(np.asarray(tokens, dtype=np.int64), 0)
     if drafted.max(initial=0) >= vocab_size:
         raise IndexError(f"token {drafted.max()} is beyond a vocabulary of {vocab_size}")

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from draftsmith.kernels.dispatch import on_its_device
+from draftsmith.kernels.dispatch import on_its_device, side_by_side
 from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean, is_kept, tempered
 from draftsmith.kernels.verify.verdict import Drafts
 
@@ -170,10 +170,6 @@ def log_residual(log_p, log_q):
     return tl.where(positive, log_p + tl.log(tl.where(positive, rest, 1.0)), MINUS_INF)
 
 
-def contiguous_rows(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.stride(-1) == 1 else logits.contiguous()
-
-
 class VerifyRows(NamedTuple):
     """Distributions of a round, and room for what kernels write of them."""
 
@@ -233,11 +229,11 @@ def rows_of(
         summed = 0
         counts = torch.nn.functional.pad(owned, (0, num_requests - num_drafting)) + 1
         owned = counts.cumsum(0) - counts
-    logits = contiguous_rows(logits)
+    logits = side_by_side(logits)
     has_q = drafts.logits is not None and num_draft > 0
     q_logits = logits
     if drafts.logits is not None and num_draft > 0:
-        q_logits = contiguous_rows(drafts.logits.flatten(0, 1))
+        q_logits = side_by_side(drafts.logits.flatten(0, 1))
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=logits.device)

@@ -32,16 +32,10 @@ import torch
 import triton
 import triton.language as tl
 
-from draftsmith.kernels.dispatch import on_its_device
+from draftsmith.kernels.dispatch import on_its_device, side_by_side
 from draftsmith.kernels.sampling.filters_triton import MINUS_INF, clean
 from draftsmith.kernels.sampling.random_streams_triton import ACCEPT, stream_key, uniform
-from draftsmith.kernels.verify.rows_triton import (
-    contiguous_rows,
-    finite,
-    log_residual,
-    log_total,
-    logprob,
-)
+from draftsmith.kernels.verify.rows_triton import finite, log_residual, log_total, logprob
 from draftsmith.kernels.verify.tree_race_triton import (
     NUM_STANDS,
     VECTORS,
@@ -368,11 +362,11 @@ def verify_tree_triton(
     device = p_logits.device
     tokens, parents, lengths, seeds, positions = (t.contiguous() for t in (*tree, seeds, positions))
     first_rows = torch.cumsum(lengths + 1, 0) - (lengths + 1)
-    p_logits = contiguous_rows(p_logits)
+    p_logits = side_by_side(p_logits)
     # Without draft distributions the kernels get p and the parents in their places and never read
     # them.
     has_q = q_logits is not None and q_rows is not None
-    q_logits = contiguous_rows(q_logits) if q_logits is not None else p_logits
+    q_logits = side_by_side(q_logits) if q_logits is not None else p_logits
     q_rows = q_rows.contiguous() if q_rows is not None else parents
     distributions = (p_logits, p_logits.stride(0), q_logits, q_logits.stride(0), q_rows)
     requests = (tokens, parents, lengths, first_rows, seeds, positions)
