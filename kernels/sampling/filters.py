@@ -99,20 +99,11 @@ class SamplingRows:
         _check("top_p", top_p, 0, 1)
         _check("min_p", min_p, 0, 1)
         passes = Passes.of(temperature, top_k, top_p, min_p)
-        if not reads_freely(torch.device(device)):
-            # As float64, which holds all of them, so that one copy is enough.
-            columns = torch.tensor([temperature, top_k, top_p, min_p], dtype=torch.float64)
-            sent = sent_tensor(torch.device(device), columns)
-            options = (sent[0].float(), sent[1].long(), sent[2], sent[3].float())
-            return cls(*options, passes, tuple(value == 0 for value in temperature))
-        return cls(
-            torch.tensor(temperature, dtype=torch.float32, device=device),
-            torch.tensor(top_k, dtype=torch.int64, device=device),
-            torch.tensor(top_p, dtype=torch.float64, device=device),
-            torch.tensor(min_p, dtype=torch.float32, device=device),
-            passes,
-            tuple(value == 0 for value in temperature),
-        )
+        # As float64, which holds all of them, so that one copy is enough.
+        columns = torch.tensor([temperature, top_k, top_p, min_p], dtype=torch.float64)
+        sent = sent_tensor(torch.device(device), columns)
+        options = (sent[0].float(), sent[1].long(), sent[2], sent[3].float())
+        return cls(*options, passes, tuple(value == 0 for value in temperature))
 
     def select(self, rows: torch.Tensor | slice) -> SamplingRows:
         return SamplingRows(
