@@ -35,12 +35,13 @@ from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.batches import BatchPlan
 from draftsmith.train.data.mixture import Mixture, describe, read_mixture
 from draftsmith.train.evaluate.measured import Figures, HeldOut
+from draftsmith.train.evaluate.picture import draw_curves
 from draftsmith.train.objective.outline import load_outline
 from draftsmith.train.objective.prompt_logprobs import PatientServer, PromptLogprobs
 from draftsmith.train.objective.stored_teacher import DistributionSource, stored_source
 from draftsmith.train.objective.teacher import LiveSource, TargetSource
 from draftsmith.train.optim import BETAS, Clock
-from draftsmith.train.reporting import Reporter, draw_curves, rank_0_s
+from draftsmith.train.reporting import Reporter, rank_0_s
 from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
 
