@@ -24,7 +24,7 @@ from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.evaluate.teacher_forced import evaluate_draft
+from draftsmith.train.evaluate.teacher_forced import DraftRule, count_documents, summarise
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.objective.unrolled_loss import unrolled_loss
 from tests.conftest import SHAPE, make_tokenizer
@@ -122,7 +122,8 @@ def test_evaluated_and_trained_at_the_end_of_all_of_it(case):
     text = torch.tensor(prompt + answer)
     sequence = TokenSequence("0", text, torch.arange(len(text)) >= len(prompt))
     drafter = Eagle3.create(Eagle3Options(), target, seed=1)
-    found = evaluate_draft(drafter.eval(), target, [sequence], temperature=1.0, k=2)
+    rule = DraftRule(1.0, 2)
+    found = summarise(count_documents(drafter.eval(), target, [sequence], rule), rule)
     assert 1 <= found.tau.value <= 3
     loss = unrolled_loss(drafter, LiveSource(target), collate([sequence]), num_steps=2, decay=0.8)
     loss.total.backward()

@@ -20,7 +20,7 @@ from draftsmith.serve.sampling.params import SamplingParams
 from draftsmith.train.command import run
 from draftsmith.train.config import OptimConfig, TrainConfig
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.evaluate.teacher_forced import count_documents
+from draftsmith.train.evaluate.teacher_forced import DraftRule, count_documents
 from tests.data_folders import rows_of, write_rows
 
 pytestmark = pytest.mark.long
@@ -85,10 +85,14 @@ def speculate(
 
 
 def expected(
-    pair: Pair, sequences: list[TokenSequence], temperature: float, k: int = K, **options: str
+    pair: Pair,
+    sequences: list[TokenSequence],
+    temperature: float,
+    k: int = K,
+    sampling: str = "sampled",
 ) -> torch.Tensor:
     counts = count_documents(
-        pair.drafter, pair.target, sequences, temperature=temperature, k=k, batch_size=50, **options
+        pair.drafter, pair.target, sequences, DraftRule(temperature, k, sampling), batch_size=50
     )
     rounds = {count.name: count.rounds_by_k[-1] for count in counts}
     return torch.tensor([rounds[sequence.name] for sequence in sequences], dtype=torch.float64)
@@ -99,7 +103,7 @@ def test_rounds_of_likeliest_drafts_are_the_same_number(pair, temperature):
     """Also at temperature 1, as vLLM drafts by default: which of them a text holds is settled."""
     sequences, rounds = speculate(pair, temperature, 24, draft_sampling="greedy")
     assert rounds.sum() < 24 * 20, "something must be accepted for this to say anything"
-    found = expected(pair, sequences, temperature, draft_sampling="greedy")
+    found = expected(pair, sequences, temperature, sampling="greedy")
     assert found.tolist() == pytest.approx(rounds.tolist())
     # Negative control: drafts that are drawn.
     drawn = expected(pair, sequences, temperature)

@@ -30,20 +30,18 @@ from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.data.mixture import Mixture, provenances, read_mixture
 from draftsmith.train.evaluate.answers import answered, suite_texts, text_of
-from draftsmith.train.evaluate.estimate import Estimate
 from draftsmith.train.evaluate.measured import prompt_of
 from draftsmith.train.evaluate.picture import draw_figures
 from draftsmith.train.evaluate.teacher_forced import (
+    DraftRule,
+    Estimate,
     Evaluation,
     count_documents,
-    evaluate_draft,
     merge_documents,
     summarise,
     temperature_of,
 )
 from draftsmith.train.quiet import quiet
-
-__all__ = ["Evaluation", "evaluate_draft", "run"]
 
 BySource = dict[str, list[TokenSequence]]
 
@@ -147,21 +145,19 @@ def warn_of_trained_text(config: EvalConfig, mixture: Mixture) -> None:
 def evaluate_at(
     config: EvalConfig, temperature: float, target: Target, drafter: Any, texts: BySource, k: int
 ) -> OfFolders:
-    asked: dict[str, Any] = {
-        "temperature": temperature, "k": k, "draft_sampling": config.draft_sampling
-    }  # fmt: skip
+    asked = DraftRule(temperature, k, config.draft_sampling)
     counts = {
         path: count_documents(
             drafter,
             target,
             own,
+            asked,
             batch_size=config.batch_size,
             label=f"rounds of {Path(path).name} at T={temperature:g}",
-            **asked,
         )
         for path, own in texts.items()
     }
-    by_folder = {path: summarise(own, seed=config.seed, **asked) for path, own in counts.items()}
+    by_folder = {path: summarise(own, asked, seed=config.seed) for path, own in counts.items()}
     for path, evaluation in by_folder.items():
         if evaluation.unlikely > UNLIKELY_LIMIT:
             raise UserError(
@@ -170,7 +166,7 @@ def evaluate_at(
                 "generate it with this target"
             )
     whole = merge_documents([one for own in counts.values() for one in own])
-    return OfFolders(summarise(whole, seed=config.seed, **asked), by_folder)
+    return OfFolders(summarise(whole, asked, seed=config.seed), by_folder)
 
 
 def texts_at(

@@ -14,11 +14,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import ServingDrafter
+from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.speculate import SpeculatedText, speculate
 from draftsmith.drafters.target.target import Target
 from draftsmith.files import as_values
@@ -27,21 +27,20 @@ from draftsmith.progress import Progress, say
 from draftsmith.train.checkpoints import BestDraft, RunFolder
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.evaluate.estimate import Estimate, ratio, reached_ratio
 from draftsmith.train.evaluate.teacher_forced import (
+    Counts,
     DocumentCounts,
+    DraftRule,
+    Estimate,
     Evaluation,
+    acceptance,
     count_documents,
     merge_documents,
     summarise,
+    tau_of,
 )
-from draftsmith.train.objective.unrolled_loss import Unrollable
 
 TEMPERATURES = (0.0, 1.0)
-
-
-class MeasuredDrafter(ServingDrafter, Unrollable, Protocol):
-    """Both proposes and unrolls."""
 
 
 @dataclass(frozen=True)
@@ -89,32 +88,29 @@ class Measurement:
         )
 
 
+# What happened to each document's prompts, by the number of the temperature and of the data folder,
+# and its name.
+ByPrompt = dict[tuple[int, int, str], AcceptanceCounts]
+
+
 class Figures(NamedTuple):
     """Figures of a draft at all temperatures."""
 
     prompts: int
     measurements: list[Measurement]
-    # what happened to each document's prompts, at all temperatures together, by the number of its
-    # data folder and its name
-    counts: dict[tuple[int, str], AcceptanceCounts]
+    counts: ByPrompt
 
     @property
     def tau(self) -> Estimate:
         """Tokens per round over all temperatures, by which the best draft is chosen."""
-        by_name: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
-        for (_, name), counts in self.counts.items():
-            by_name[name].merge(counts)
-        return _tau(list(by_name.values()))
+        return tau_of(_documents(self.counts))
 
     def tau_by_folder(self) -> dict[int, Estimate]:
         """The same of each of several data folders, by its number."""
-        folders = sorted({folder for folder, _ in self.counts})
+        folders = sorted({folder for _, folder, _ in self.counts})
         if len(folders) < 2:
             return {}
-        return {
-            folder: _tau([counts for key, counts in self.counts.items() if key[0] == folder])
-            for folder in folders
-        }
+        return {folder: tau_of(_documents(self.counts, folder=folder)) for folder in folders}
 
     def for_metrics(self) -> dict[str, float]:
         found = _bounded("tau", self.tau)
@@ -129,14 +125,13 @@ class Figures(NamedTuple):
 
 
 def measure(
-    drafter: MeasuredDrafter,
+    drafter: TrainedDrafter,
     target: Target,
     sequences: Sequence[TokenSequence],
     *,
     k: int,
     max_new_tokens: int,
     batch_size: int,
-    seed: int = 0,
     within_s: float = math.inf,
     now_s: Callable[[], float] = time.monotonic,
     progress: Callable[[int], object] = lambda done: None,
@@ -149,15 +144,11 @@ def measure(
             takes, others as far as they fit.
         progress: is called with the number of answers so far.
     """
-    everything: dict[tuple[int, str], AcceptanceCounts] = defaultdict(AcceptanceCounts)
-    counts: list[dict[str, AcceptanceCounts]] = [
-        defaultdict(AcceptanceCounts) for _ in TEMPERATURES
-    ]
+    counts: ByPrompt = defaultdict(AcceptanceCounts)
     predicted: list[list[DocumentCounts]] = [[] for _ in TEMPERATURES]
     prompts = 0
     for part in parts(sequences, batch_size, within_s=within_s, now_s=now_s):
         for at, temperature in enumerate(TEMPERATURES):
-            numbers = range(prompts, prompts + len(part))
             texts = speculate(
                 drafter,
                 target,
@@ -165,25 +156,24 @@ def measure(
                 k=k,
                 temperature=temperature,
                 max_new_tokens=max_new_tokens,
-                seeds=[seed * 1_000_003 + number for number in numbers],
+                seeds=list(range(prompts, prompts + len(part))),
             ).texts
             for sequence, text in zip(part, texts, strict=True):
-                counts[at][sequence.name].merge(text.counts())
-                everything[sequence.folder, sequence.name].merge(text.counts())
+                counts[at, sequence.folder, sequence.name].merge(text.counts())
             written = [sequence_of(one.name, text) for one, text in zip(part, texts, strict=True)]
             predicted[at] += count_documents(
-                drafter, target, written, temperature=temperature, k=k, batch_size=batch_size
+                drafter, target, written, DraftRule(temperature, k), batch_size=batch_size
             )
             progress(prompts * len(TEMPERATURES) + len(part) * (at + 1))
         prompts += len(part)
     measurements = [
         Measurement(
-            _measured(list(counts[at].values())),
-            summarise(merge_documents(predicted[at]), temperature=temperature, k=k, seed=0),
+            _measured(counts, at),
+            summarise(merge_documents(predicted[at]), DraftRule(temperature, k)),
         )
         for at, temperature in enumerate(TEMPERATURES)
     ]
-    return Figures(prompts, measurements, dict(everything))
+    return Figures(prompts, measurements, dict(counts))
 
 
 def parts(
@@ -218,29 +208,34 @@ def sequence_of(name: str, text: SpeculatedText) -> TokenSequence:
     return TokenSequence(name, ids, torch.arange(len(ids)) >= text.num_prompt)
 
 
-def _measured(counts: list[AcceptanceCounts]) -> MeasuredRates:
-    total = AcceptanceCounts()
-    for one in counts:
-        total.merge(one)
+def _measured(counts: ByPrompt, temperature: int) -> MeasuredRates:
+    """Rates at the temperature of this number."""
+    documents = _documents(counts, temperature=temperature)
+    found, total = acceptance(documents), AcceptanceCounts()
+    for (at, *_), one in counts.items():
+        if at == temperature:
+            total.merge(one)
     return MeasuredRates(
         rounds=total.rounds,
         tokens=total.num_committed,
-        tau=_tau(counts),
-        alpha=[_alpha(counts, depth) for depth in range(len(total.offered))],
+        tau=found.tau,
+        alpha=found.alpha,
         offered=total.offered,
         accepted=total.accepted,
     )
 
 
-def _tau(counts: list[AcceptanceCounts]) -> Estimate:
-    return ratio([one.num_committed for one in counts], [one.rounds for one in counts])
-
-
-def _alpha(counts: list[AcceptanceCounts], depth: int) -> Estimate | None:
-    reached = [one for one in counts if len(one.offered) > depth]
-    return reached_ratio(
-        [one.accepted[depth] for one in reached], [one.offered[depth] for one in reached]
-    )
+def _documents(
+    counts: ByPrompt, *, temperature: int | None = None, folder: int | None = None
+) -> list[Counts]:
+    """Counts of each name, at one temperature and of one folder where these are given."""
+    by_name: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
+    for (at, its_folder, name), one in counts.items():
+        if temperature in (None, at) and folder in (None, its_folder):
+            by_name[name].merge(one)
+    return [
+        Counts(one.rounds, one.num_committed, one.offered, one.accepted) for one in by_name.values()
+    ]
 
 
 def _bounded(name: str, estimate: Estimate) -> dict[str, float]:

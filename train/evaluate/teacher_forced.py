@@ -1,41 +1,40 @@
 """alpha_i and tau of a draft on the target's own text, exactly, with 95 % intervals over documents.
 
 Nothing is drafted: every (anchor, depth) is teacher-forced at once, and the rounds that would have
-emitted the text are counted in expectation. B rows, L tokens per row, S depths, V vocabulary.
+emitted the text are counted in expectation. Figures have 95 % intervals, also by the length of the
+context: of the rounds that begin with so many tokens before them. A round belongs to the bucket
+that it begins in, with all that it commits, as the server counts it: sums over the buckets are
+those of the whole text. B rows, L tokens per row, S depths, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.drafters.interface import TextBatch
+from draftsmith.drafters.interface import TextBatch, TrainedDrafter
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.acceptance import expected_rounds, keep_probability, walk_rounds
+from draftsmith.kernels.acceptance import (
+    WalkedRounds,
+    bootstrap_ratio,
+    bounds_of,
+    bucket_of,
+    expected_rounds,
+    keep_probability,
+    walk_rounds,
+)
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.progress import Progress
 from draftsmith.train.data.batches import collate
 from draftsmith.train.data.dataset import TokenSequence
-from draftsmith.train.evaluate.estimate import (
-    Acceptance,
-    ByContext,
-    ContextFigures,
-    Estimate,
-    count_by_context,
-    merge_contexts,
-    ratio,
-    reached_ratio,
-    summarise_contexts,
-)
 from draftsmith.train.objective.rounds_of_text import answers, deepen, stretches
-from draftsmith.train.objective.unrolled_loss import PredictedStep, Unrollable, scatter, select
+from draftsmith.train.objective.unrolled_loss import PredictedStep, scatter, select
 
 CHUNK_ELEMENTS = 1 << 24  # processed logits held at once, per distribution
 
@@ -43,6 +42,71 @@ METHOD = (
     "teacher-forced on the target's own text, exact expectation over rounds, bootstrap over "
     "documents"
 )
+
+
+class Estimate(NamedTuple):
+    value: float
+    low: float
+    high: float
+
+
+class Acceptance(NamedTuple):
+    tau: Estimate
+    alpha: list[Estimate | None]  # entry i is alpha_(i+1); None where no round reaches it
+
+
+class Counts(NamedTuple):
+    """Sums over rounds of a document, expected or counted."""
+
+    rounds: float
+    committed: float
+    offered: list[float] | list[int]  # [K]
+    accepted: list[float] | list[int]  # [K]
+
+    def plus(self, other: Counts) -> Counts:
+        return Counts(
+            self.rounds + other.rounds,
+            self.committed + other.committed,
+            [a + b for a, b in zip(self.offered, other.offered, strict=True)],
+            [a + b for a, b in zip(self.accepted, other.accepted, strict=True)],
+        )
+
+
+def acceptance(documents: Sequence[Counts], seed: int = 0) -> Acceptance:
+    """Ratios of the sums, with intervals over the documents. One whose rounds never reach a depth
+    says nothing about it."""
+    alpha: list[Estimate | None] = []
+    for depth in range(max(len(one.offered) for one in documents)):
+        reached = [one for one in documents if len(one.offered) > depth and one.offered[depth] > 0]
+        offered = [one.offered[depth] for one in reached]
+        accepted = [one.accepted[depth] for one in reached]
+        alpha.append(ratio(accepted, offered, seed) if reached else None)
+    return Acceptance(tau_of(documents, seed), alpha)
+
+
+def tau_of(documents: Sequence[Counts], seed: int = 0) -> Estimate:
+    return ratio([one.committed for one in documents], [one.rounds for one in documents], seed)
+
+
+def ratio(top: Sequence[float], bottom: Sequence[float], seed: int) -> Estimate:
+    """sum(top) / sum(bottom) with a 95 % interval over their pairs."""
+    interval = bootstrap_ratio(top, bottom, seed=seed)
+    return Estimate(sum(top) / sum(bottom), interval.low, interval.high)
+
+
+ByContext = Mapping[int, Counts]  # by number of the bucket
+
+
+class ContextFigures(NamedTuple):
+    """Figures of one bucket [begin, end) of context lengths, in tokens."""
+
+    begin: int
+    end: int
+    documents: int
+    rounds: float
+    tokens: float  # committed in them
+    tau: Estimate
+    alpha: list[Estimate | None]  # as in `Acceptance`
 
 
 @dataclass(frozen=True)
@@ -94,49 +158,40 @@ class DocumentCounts(NamedTuple):
     tokens: int
     unlikely: int
     rounds_by_k: list[float]
-    offered: list[float]
-    accepted: list[float]
-    by_context: ByContext = MappingProxyType({})
+    by_context: ByContext
+
+    @property
+    def whole(self) -> Counts:
+        """Sums of all buckets together."""
+        return functools.reduce(Counts.plus, self.by_context.values())
 
 
-def evaluate_draft(
-    drafter: Unrollable,
-    target: Target,
-    sequences: Sequence[TokenSequence],
-    *,
-    temperature: float,
-    k: int,
-    batch_size: int = 8,
-    seed: int = 0,
-    draft_sampling: str = "sampled",
-) -> Evaluation:
-    """`sequences` must be the target's own text at this temperature: its greedy answers for 0,
-    unfiltered samples otherwise."""
-    counts = count_documents(
-        drafter,
-        target,
-        sequences,
-        temperature=temperature,
-        k=k,
-        batch_size=batch_size,
-        draft_sampling=draft_sampling,
-    )
-    return summarise(counts, temperature=temperature, k=k, seed=seed, draft_sampling=draft_sampling)
+class DraftRule(NamedTuple):
+    """Temperature, tokens a round and choice of the drafts that a text is counted by."""
+
+    temperature: float
+    k: int
+    sampling: str = "sampled"  # as `Evaluation.draft_sampling`
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Temperatures of the target's distributions and of the draft's."""
+        return self.temperature, 0.0 if self.sampling == "greedy" else self.temperature
 
 
 @torch.no_grad()
 def count_documents(
-    drafter: Unrollable,
+    drafter: TrainedDrafter,
     target: Target,
     sequences: Sequence[TokenSequence],
+    rule: DraftRule,
     *,
-    temperature: float,
-    k: int,
     batch_size: int = 8,
-    draft_sampling: str = "sampled",
     label: str = "",
 ) -> list[DocumentCounts]:
-    """One entry a name that wrote something, in order of length. `label` of a bar, if any."""
+    """One entry a name that wrote something, in order of length. `sequences` must be the target's
+    own text at the temperature: its greedy answers for 0, unfiltered samples otherwise. `label` of
+    a bar, if any."""
     if not sequences:
         raise ValueError("no sequence to evaluate on; give at least one")
     counts: list[DocumentCounts] = []
@@ -144,67 +199,33 @@ def count_documents(
     progress = Progress(label, len(ordered), unit="texts", shows=bool(label))
     for begin in range(0, len(ordered), batch_size):
         part = ordered[begin : begin + batch_size]
-        counts += _count(
-            drafter,
-            target,
-            part,
-            temperature=temperature,
-            k=k,
-            draft_temperature=0.0 if draft_sampling == "greedy" else temperature,
-        )
+        text = collate(part)
+        kept = kept_text(drafter, target, text.to(target.device), rule)
+        counts += [
+            _document(one.name, kept, row, text.weights[row] > 0) for row, one in enumerate(part)
+        ]
         progress.update(begin + len(part))
     progress.close()
     return merge_documents(counts)
 
 
-def _count(
-    drafter: Unrollable,
-    target: Target,
-    sequences: Sequence[TokenSequence],
-    *,
-    temperature: float,
-    k: int,
-    draft_temperature: float,
-) -> list[DocumentCounts]:
-    text = collate(sequences)
-    is_counted = text.weights > 0
-    text = text.to(target.device)
-    kept = kept_text(
-        drafter, target, text, temperature=temperature, k=k, draft_temperature=draft_temperature
-    )
-    kept = KeptText(*(part.cpu() for part in kept))
-    return [
-        _document(sequence.name, kept, row, is_counted[row], k)
-        for row, sequence in enumerate(sequences)
-    ]
-
-
 def kept_text(
-    drafter: Unrollable,
-    target: Target,
-    text: TextBatch,
-    *,
-    temperature: float,
-    k: int,
-    draft_temperature: float,
+    drafter: TrainedDrafter, target: Target, text: TextBatch, rule: DraftRule
 ) -> KeptText:
-    """The chance that each token of the text is kept at each depth of a round, under the target's
-    distributions at `temperature` and the draft's at `draft_temperature`."""
+    """The chance that each token of the text is kept at each depth of a round; on the CPU."""
     taps, target_hidden = target.states(text.input_ids, text.attention_mask, drafter.taps)
     keeps, unlikely = [], torch.zeros_like(text.weights, dtype=torch.bool)
-    for step in drafter.unroll(text.unrolled(taps, k)):
+    for step in drafter.unroll(text.unrolled(taps, rule.k)):
         predicted = select(step, text)
         before = target_hidden[predicted.row, predicted.position - 1]
-        keep, impossible = _compare(
-            drafter, target, before, predicted, (temperature, draft_temperature)
-        )
+        keep, impossible = _compare(drafter, target, before, predicted, rule.temperatures)
         keeps.append(scatter(keep, predicted, text.weights))
         unlikely |= scatter(impossible, predicted, unlikely)
-    return KeptText(deepen(torch.stack(keeps, dim=-1), k), unlikely)
+    return KeptText(deepen(torch.stack(keeps, dim=-1), rule.k).cpu(), unlikely.cpu())
 
 
 def _compare(
-    drafter: Unrollable,
+    drafter: TrainedDrafter,
     target: Target,
     before: torch.Tensor,
     predicted: PredictedStep,
@@ -235,9 +256,7 @@ def _compare(
     return torch.cat(keeps), torch.cat(impossible)
 
 
-def _document(
-    name: str, kept: KeptText, row: int, loss_mask: torch.Tensor, k: int
-) -> DocumentCounts:
+def _document(name: str, kept: KeptText, row: int, loss_mask: torch.Tensor) -> DocumentCounts:
     texts = answers(kept.keep[row], loss_mask)
     walks = [walk_rounds(text) for text in texts]
     begins = [begin for begin, _ in stretches(loss_mask)]
@@ -247,17 +266,11 @@ def _document(
         tokens=sum(len(text) for text in texts),
         unlikely=int(kept.unlikely[row].sum()),
         rounds_by_k=[
-            sum(expected_rounds(text[:, :depth]) for text in texts) for depth in range(1, k + 1)
+            sum(expected_rounds(text[:, :depth]) for text in texts)
+            for depth in range(1, kept.keep.shape[-1] + 1)
         ],
-        offered=_summed([walk.offered for walk in walks], k),
-        accepted=_summed([walk.accepted for walk in walks], k),
         by_context=functools.reduce(merge_contexts, contexts, {}),
     )
-
-
-def _summed(parts: Sequence[torch.Tensor], k: int) -> list[float]:
-    """Sums [k] over all rows of [n, k] each."""
-    return torch.cat([*parts, torch.zeros(1, k, dtype=torch.float64)]).sum(dim=0).tolist()
 
 
 def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
@@ -271,38 +284,63 @@ def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
                 count.name,
                 old.tokens + count.tokens,
                 old.unlikely + count.unlikely,
-                rounds_by_k=_added(old.rounds_by_k, count.rounds_by_k),
-                offered=_added(old.offered, count.offered),
-                accepted=_added(old.accepted, count.accepted),
-                by_context=merge_contexts(old.by_context, count.by_context),
+                [a + b for a, b in zip(old.rounds_by_k, count.rounds_by_k, strict=True)],
+                merge_contexts(old.by_context, count.by_context),
             )
         merged[count.name] = count
     return [count for count in merged.values() if count.tokens]
 
 
-def _added(some: list[float], others: list[float]) -> list[float]:
-    return [a + b for a, b in zip(some, others, strict=True)]
+def count_by_context(walked: WalkedRounds, begin: int) -> dict[int, Counts]:
+    """Counts of a text whose first token stands at position `begin`."""
+    found: dict[int, Counts] = {}
+    for bucket in range(bucket_of(begin), bucket_of(begin + len(walked.rounds) - 1) + 1):
+        first, end = bounds_of(bucket)
+        part = slice(max(0, first - begin), end - begin)
+        found[bucket] = Counts(
+            float(walked.rounds[part].sum()),
+            float(walked.committed[part].sum()),
+            walked.offered[part].sum(dim=0).tolist(),
+            walked.accepted[part].sum(dim=0).tolist(),
+        )
+    return found
 
 
-def summarise(
-    counts: Sequence[DocumentCounts],
-    *,
-    temperature: float,
-    k: int,
-    seed: int,
-    draft_sampling: str = "sampled",
-) -> Evaluation:
+def merge_contexts(some: ByContext, others: ByContext) -> dict[int, Counts]:
+    merged = dict(some)
+    for bucket, counts in others.items():
+        merged[bucket] = merged[bucket].plus(counts) if bucket in merged else counts
+    return merged
+
+
+def summarise_contexts(documents: Sequence[ByContext], seed: int) -> list[ContextFigures]:
+    """Figures of each bucket that a round begins in, the shortest first; intervals over the
+    documents that reach it."""
+    by_bucket = {
+        # A bucket may begin inside the last round of a text.
+        bucket: [one[bucket] for one in documents if bucket in one and one[bucket].rounds > 0]
+        for bucket in sorted(set().union(*documents))
+    }
+    return [
+        ContextFigures(
+            *bounds_of(bucket),
+            len(counts),
+            sum(one.rounds for one in counts),
+            sum(one.committed for one in counts),
+            *acceptance(counts, seed),
+        )
+        for bucket, counts in by_bucket.items()
+        if counts
+    ]
+
+
+def summarise(counts: Sequence[DocumentCounts], rule: DraftRule, *, seed: int = 0) -> Evaluation:
     tokens = sum(count.tokens for count in counts)
-    rounds = [sum(count.rounds_by_k[depth] for count in counts) for depth in range(k)]
-    whole = Acceptance(
-        ratio(
-            [count.tokens for count in counts], [count.rounds_by_k[-1] for count in counts], seed
-        ),
-        [_alpha(counts, depth, seed) for depth in range(k)],
-    )
+    rounds = [sum(count.rounds_by_k[depth] for count in counts) for depth in range(rule.k)]
+    whole = acceptance([count.whole for count in counts], seed)
     return Evaluation(
-        temperature=temperature,
-        k=k,
+        temperature=rule.temperature,
+        k=rule.k,
         documents=len(counts),
         tokens=tokens,
         rounds=rounds[-1],
@@ -310,15 +348,6 @@ def summarise(
         alpha=whole.alpha,
         tau_by_k=[tokens / value for value in rounds],
         unlikely=sum(count.unlikely for count in counts) / tokens,
-        by_context=summarise_contexts([count.by_context for count in counts], seed, whole=whole),
-        draft_sampling=draft_sampling,
-    )
-
-
-def _alpha(counts: Sequence[DocumentCounts], depth: int, seed: int) -> Estimate | None:
-    # A document whose rounds never reach this depth says nothing about it.
-    return reached_ratio(
-        [count.accepted[depth] for count in counts],
-        [count.offered[depth] for count in counts],
-        seed,
+        by_context=summarise_contexts([count.by_context for count in counts], seed),
+        draft_sampling=rule.sampling,
     )

@@ -12,7 +12,12 @@ from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.kernels.acceptance import bucket_of
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.command import context_table
-from draftsmith.train.evaluate.teacher_forced import Evaluation, evaluate_draft
+from draftsmith.train.evaluate.teacher_forced import (
+    DraftRule,
+    Evaluation,
+    count_documents,
+    summarise,
+)
 from tests.table_target import TableTarget
 
 VOCAB, K = 16, 3
@@ -65,7 +70,8 @@ def evaluation() -> Evaluation:
     ]
     # Token v is always followed by v + 1.
     target = TableTarget(torch.eye(VOCAB).roll(1, dims=1))
-    return evaluate_draft(TiringDraft(), target, texts, temperature=0.0, k=K)
+    rule = DraftRule(0.0, K)
+    return summarise(count_documents(TiringDraft(), target, texts, rule), rule)
 
 
 def test_a_planted_dependence_is_found_to_the_round(evaluation: Evaluation) -> None:

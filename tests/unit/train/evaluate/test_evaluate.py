@@ -249,10 +249,8 @@ def test_data_or_a_suite_is_given(options, said, target, draft, capsys):
     ("options", "said"),
     [
         (("--draft", "no/such/draft"), "no/such/draft"),
-        (("--temperature", "-1"), "option 'temperature' is -1.0"),
         (("--temperature", "warm"), "'warm'"),
         (("--k", "0"), "option 'k' is 0"),
-        (("--batch-size", "0"), "option 'batch_size' is 0"),
         (("--data", "no/such"), "not a folder"),
         (("--out", "."), "option 'out' is '.', a folder"),
         (("--out", "a.html"), "option 'out' is 'a.html', the page"),

@@ -10,8 +10,11 @@ from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.evaluate.teacher_forced import (
+    Counts,
     DocumentCounts,
-    evaluate_draft,
+    DraftRule,
+    Evaluation,
+    count_documents,
     merge_documents,
     summarise,
 )
@@ -22,6 +25,11 @@ PROMPT = [17, 40, 200, 11]
 def sequence(target: Target, answer: list[int], name: str = "a") -> TokenSequence:
     ids = torch.tensor(PROMPT + answer)
     return TokenSequence(name, ids, torch.arange(len(ids)) >= len(PROMPT))
+
+
+def evaluated(drafter, target: Target, answer: list[int], temperature: float, k: int) -> Evaluation:
+    rule = DraftRule(temperature, k)
+    return summarise(count_documents(drafter, target, [sequence(target, answer)], rule), rule)
 
 
 def draft_distribution(drafter, tokens: list[int], depth: int, temperature: float) -> torch.Tensor:
@@ -39,7 +47,7 @@ def draft_distribution(drafter, tokens: list[int], depth: int, temperature: floa
 def test_greedy_alpha_is_the_share_of_agreements(target, table_drafter):
     answer = target.answer([PROMPT], max_new_tokens=12, ignore_eos=True)[0]
     drafter = table_drafter(288)
-    evaluation = evaluate_draft(drafter, target, [sequence(target, answer)], temperature=0.0, k=2)
+    evaluation = evaluated(drafter, target, answer, 0.0, 2)
     tokens, position, rounds, agreed, offered = PROMPT + answer, len(PROMPT), 0, [0, 0], [0, 0]
     while position < len(tokens):
         rounds += 1
@@ -63,9 +71,7 @@ def test_greedy_alpha_is_the_share_of_agreements(target, table_drafter):
 def test_text_that_is_not_greedy_is_counted(target, table_drafter):
     answer = target.answer([PROMPT], max_new_tokens=12, ignore_eos=True)[0]
     answer[5] = (answer[5] + 1) % 288
-    evaluation = evaluate_draft(
-        table_drafter(288), target, [sequence(target, answer)], temperature=0.0, k=2
-    )
+    evaluation = evaluated(table_drafter(288), target, answer, 0.0, 2)
     assert evaluation.unlikely >= 1 / 12
 
 
@@ -84,7 +90,7 @@ def test_the_target_itself_is_accepted_always(target):
             yield UnrolledStep(hidden=hidden, valid=batch.attention_mask.bool(), offset=1)
 
     answer = target.answer([PROMPT], max_new_tokens=12, temperature=1.0, ignore_eos=True)[0]
-    evaluation = evaluate_draft(Oracle(), target, [sequence(target, answer)], temperature=1.0, k=3)
+    evaluation = evaluated(Oracle(), target, answer, 1.0, 3)
     assert evaluation.rounds == pytest.approx(3.0, abs=1e-4)
     assert evaluation.tau_by_k == pytest.approx([2.0, 3.0, 4.0], abs=1e-3)
     assert [round(estimate.value, 4) for estimate in evaluation.alpha] == [1.0, 1.0, 1.0]
@@ -96,20 +102,21 @@ def test_a_draft_vocabulary_is_spread_over_the_targets(target, table_drafter):
     drafter.vocab_map = kept
     drafter.head = torch.nn.Parameter(drafter.head[kept].detach())
     odd = [token | 1 for token in range(20, 32)]
-    evaluation = evaluate_draft(drafter, target, [sequence(target, odd)], temperature=1.0, k=2)
+    evaluation = evaluated(drafter, target, odd, 1.0, 2)
     assert evaluation.tau.value == pytest.approx(1.0)
 
 
 def test_documents_are_resampled_whole():
     def count(name: str, tokens: int, rounds: float) -> DocumentCounts:
-        return DocumentCounts(name, tokens, 0, [rounds], [rounds], [rounds / 2])
+        whole = Counts(rounds, tokens, [rounds], [rounds / 2])
+        return DocumentCounts(name, tokens, 0, [rounds], {0: whole})
 
     merged = merge_documents([count("a", 10, 5.0), count("b", 10, 10.0), count("a", 20, 5.0)])
     assert [(entry.name, entry.tokens, entry.rounds_by_k) for entry in merged] == [
         ("a", 30, [10.0]),
         ("b", 10, [10.0]),
     ]
-    summary = summarise(merged, temperature=1.0, k=1, seed=0)
+    summary = summarise(merged, DraftRule(1.0, 1))
     assert summary.tau.value == 2.0
     # Two documents: a resample is one, the other, or both.
     assert summary.tau.low == pytest.approx(1.0) and summary.tau.high == pytest.approx(3.0)
