@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +14,8 @@ from draftsmith.chats import PROBE, rendered
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_difference
 from draftsmith.errors import UserError
-from draftsmith.files import read_json
 from draftsmith.train.check.finding import Finding, fail, ok, refused, warn
-from draftsmith.train.data.dataset import open_rows
+from draftsmith.train.data.dataset import open_rows, provenance_of
 
 
 class Row(NamedTuple):
@@ -28,10 +27,6 @@ class DataSample(NamedTuple):
     rows: list[Row]
     total: int  # rows in the folder
     provenance: dict[str, Any]
-
-
-class Decoder(Protocol):
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
 
 def read_sample(folder: str, count: int, *, spread: bool = True) -> DataSample:
@@ -47,10 +42,7 @@ def read_sample(folder: str, count: int, *, spread: bool = True) -> DataSample:
         Row(row["input_ids"], [bool(bit) for bit in row["loss_mask"]])
         for row in table.select(chosen)
     ]
-    provenance = path / "provenance.json"
-    return DataSample(
-        rows, total, read_json(provenance, "data provenance") if provenance.is_file() else {}
-    )
+    return DataSample(rows, total, provenance_of(path))
 
 
 def check_data(sample: DataSample, target: Target, max_length: int) -> list[Finding]:
@@ -196,7 +188,7 @@ def check_ends(rows: list[Row], ends: Collection[int]) -> Finding:
     return ok("data.ends", what) if 2 * ended >= len(rows) else warn("data.ends", what, mend)
 
 
-def shown(folder: str, tokenizer: Decoder, *, count: int, max_length: int) -> str:
+def shown(folder: str, tokenizer: Any, *, count: int, max_length: int) -> str:
     """The first texts of the data as training reads them, trained tokens in [[ ]]."""
     parts = []
     for at, row in enumerate(read_sample(folder, count, spread=False).rows, start=1):
@@ -207,7 +199,7 @@ def shown(folder: str, tokenizer: Decoder, *, count: int, max_length: int) -> st
     return "\n".join(parts)
 
 
-def marked(input_ids: Sequence[int], loss_mask: Sequence[bool], tokenizer: Decoder) -> str:
+def marked(input_ids: Sequence[int], loss_mask: Sequence[bool], tokenizer: Any) -> str:
     """Text without characters that could steer a terminal."""
     parts = []
     for is_trained, run in itertools.groupby(zip(input_ids, loss_mask), key=lambda pair: pair[1]):

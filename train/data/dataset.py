@@ -31,7 +31,7 @@ class TokenSequence(NamedTuple):
     name: str
     input_ids: torch.Tensor  # [L] int64
     loss_mask: torch.Tensor  # [L] bool, True where the target wrote the token and it counts here
-    # number of its first token among all of the folder's; -1 for a text that is in none
+    # number of its first token among all of the folders; -1 for a text that is in none
     token_index: int = -1
     folder: int = 0  # number of the data folder among several
     temperature: float | None = None  # that it was written at, in a folder of several
@@ -39,9 +39,11 @@ class TokenSequence(NamedTuple):
 
 class Sequences:
     """Some pieces of a data folder, read on access; it holds a few numbers per piece.
-    `with_prompts`: the loss is over every token, not over the target's own alone."""
+    `with_prompts`: the loss is over every token, not over the target's own alone. Among those of
+    several folders it is number `folder`, whose first token is number `first_token` of all."""
 
     with_prompts = False
+    folder = first_token = 0
 
     def __init__(self, rows: Any, indices: np.ndarray, pieces: Pieces):
         self.rows = rows.with_format("numpy", columns=list(REQUIRED))
@@ -66,8 +68,9 @@ class Sequences:
             pieces.names[piece],
             input_ids,
             loss_mask,
-            int(pieces.token_index[piece]),
-            temperature=pieces.temperatures[piece],
+            self.first_token + int(pieces.token_index[piece]),
+            self.folder,
+            pieces.temperatures[piece],
         )
 
     def first(self, count: int) -> list[TokenSequence]:
@@ -113,11 +116,6 @@ def read_corpus(
     """Opens and checks the folder. `vocab_size` is the target's; ids beyond it mean another
     tokenizer."""
     folder = Path(folder)
-    provenance = (
-        read_json(folder / "provenance.json", "data provenance")
-        if (folder / "provenance.json").is_file()
-        else {}
-    )
     rows = open_rows(folder)
     pieces = Pieces(rows, max_length, split=split_long)
     useful = (pieces.trained > 0).nonzero()[0]
@@ -134,10 +132,16 @@ def read_corpus(
     return Corpus(
         train=Sequences(rows, useful[~chosen], pieces),
         held_out=Sequences(rows, useful[chosen], pieces),
-        provenance=provenance,
+        provenance=provenance_of(folder),
         long=pieces.num_long,
         empty=len(pieces.length) - len(useful),
     )
+
+
+def provenance_of(folder: Path) -> dict[str, Any]:
+    """Record of how the folder was written; {} where it has none."""
+    path = folder / "provenance.json"
+    return read_json(path, "data provenance") if path.is_file() else {}
 
 
 def held_out(names: Sequence[str], splits: Sequence[str | None], share: float) -> np.ndarray:

@@ -25,30 +25,13 @@ from draftsmith.train.data.dataset import (
 from draftsmith.train.data.folders import DataFolder, FolderPart, folders_of
 
 
-class Mixed(torch.utils.data.Dataset):
-    """Texts of several folders. A token's index counts the tokens of the folders before its own."""
+class Mixed(torch.utils.data.ConcatDataset):
+    """Texts of several folders."""
 
-    def __init__(
-        self, sequences: Sequence[Sequences], weights: Sequence[float], first_tokens: Sequence[int]
-    ):
-        self.sequences, self.first_tokens = list(sequences), list(first_tokens)
+    def __init__(self, sequences: Sequence[Sequences], weights: Sequence[float]):
+        super().__init__(sequences)
         self.parts = [FolderPart(len(one), weight) for one, weight in zip(sequences, weights)]
         self.lengths: np.ndarray = np.concatenate([one.lengths for one in sequences])
-        self._starts = np.cumsum([0, *(len(one) for one in sequences)])
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, at: int) -> TokenSequence:
-        if at >= len(self):
-            raise IndexError(at)
-        folder = int(np.searchsorted(self._starts, at, side="right")) - 1
-        return self._of(folder, at - int(self._starts[folder]))
-
-    def _of(self, folder: int, at: int) -> TokenSequence:
-        found = self.sequences[folder][at]
-        token_index = found.token_index + self.first_tokens[folder]
-        return found._replace(token_index=token_index, folder=folder)
 
     def __getitems__(self, batch: list[list[int]]) -> list[list[TokenSequence]]:
         """Sequences of each row of a batch, as a `DataLoader` asks for them."""
@@ -61,14 +44,7 @@ class Mixed(torch.utils.data.Dataset):
             for folder, part in enumerate(self.parts)
             for at in range(min(count, part.size))
         )
-        return [self._of(folder, at) for at, folder in turns[:count]]
-
-    @property
-    def weights(self) -> list[float] | None:
-        """Weight of each text; None where all count alike."""
-        if len({part.weight for part in self.parts}) == 1:
-            return None
-        return [part.weight for part in self.parts for _ in range(part.size)]
+        return [self.datasets[folder][at] for at, folder in turns[:count]]
 
 
 @dataclass(frozen=True)
@@ -87,9 +63,11 @@ class Mixture:
         return self._mixed([corpus.held_out for corpus in self.corpora])
 
     def _mixed(self, sequences: Sequence[Sequences]) -> Mixed:
-        tokens = [corpus.train.pieces.num_tokens for corpus in self.corpora]
-        first_tokens = np.cumsum([0, *tokens])[:-1].tolist()
-        return Mixed(sequences, [folder.weight for folder in self.folders], first_tokens)
+        first_token = 0
+        for number, one in enumerate(sequences):
+            one.folder, one.first_token = number, first_token
+            first_token += one.pieces.num_tokens
+        return Mixed(sequences, [folder.weight for folder in self.folders])
 
     @property
     def long(self) -> int:
@@ -98,7 +76,7 @@ class Mixture:
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         """[V] how often the target wrote each token in an epoch of the training part."""
         counts = [corpus.token_counts(vocab_size) for corpus in self.corpora]
-        if self.train.weights is None:
+        if len({folder.weight for folder in self.folders}) == 1:
             return torch.stack(counts).sum(dim=0)
         weighted = [one * folder.weight for folder, one in zip(self.folders, counts)]
         return torch.stack(weighted).sum(dim=0)

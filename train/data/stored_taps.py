@@ -50,10 +50,8 @@ class TapLayout:
 
     @property
     def bytes_a_token(self) -> int:
-        width = len(self.taps) * self.hidden_size
-        return 2 * self.hidden_size + (
-            2 * width if self.precision == "bf16" else width + 4 * len(self.taps)
-        )
+        each = self.tensors(tokens=1, rows=0).values()
+        return sum(math.prod(shape) * dtype.itemsize for dtype, shape in each)
 
     def tensors(self, tokens: int, rows: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Type and shape of each tensor in the order of the file: wide numbers first, so that each

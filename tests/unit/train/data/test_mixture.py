@@ -50,7 +50,7 @@ def test_texts_stand_one_folder_after_the_other(read):
     assert [one.token_index for one in mixture.train] == [0, 6, 12, 18, 22]
     assert mixture.train.lengths.tolist() == [6, 6, 6, 4, 4]
     assert len(provenances(mixture.provenance())) == 2
-    assert mixture.train.weights is None
+    assert [part.weight for part in mixture.train.parts] == [1.0, 1.0]
 
 
 def test_weights_count_in_shares_and_vocabulary(read):
@@ -58,7 +58,7 @@ def test_weights_count_in_shares_and_vocabulary(read):
     counts = mixture.token_counts(288)
     assert (float(counts[7]), float(counts[9])) == (60.0, 20.0)
     assert mixture.shares() == [0.75, 0.25] and mixture.tokens_per_epoch() == 96
-    assert mixture.train.weights == [3.0] * 4 + [1.0] * 4
+    assert [part.weight for part in mixture.train.parts] == [3.0, 1.0]
 
 
 def test_a_single_folder_is_as_before(read):
@@ -83,15 +83,15 @@ def test_held_out_prompts_of_all_folders_take_turns(read):
 
 
 def test_folders_that_give_nothing_are_refused(read, target):
-    with pytest.raises(UserError, match="less than one of its 4 texts per epoch; raise it"):
-        read(rows("a", 4, 7), rows("b", 4, 9), weights="1:0.1")
+    for weights, folders in (
+        ("1:0.1", [rows("a", 4, 7), rows("b", 4, 9)]),
+        ("0.1", [rows("a", 5, 7)]),
+    ):
+        said = f"less than one of its {len(folders[-1])} texts per epoch; raise it"
+        with pytest.raises(UserError, match=said):
+            read(*folders, weights=weights)
     with pytest.raises(UserError, match="names no folder; give --data"):
         read_mixture((), target, max_length=100, held_out_share=0.0)
-
-
-def test_a_weight_without_a_text_per_epoch_is_refused(read):
-    with pytest.raises(UserError, match="less than one of its 5 texts per epoch; raise it"):
-        read(rows("a", 5, 7), weights="0.1")
 
 
 def test_a_folder_whose_prompts_are_all_held_out_elsewhere_is_refused(read):
