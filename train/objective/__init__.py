@@ -5,7 +5,6 @@ Files in reading order:
 - `teacher`: targets of the loss from the running target
 - `prompt_logprobs`: the likeliest tokens alone, from an engine
 - `outline`: a target that is not run here
-- `stored_teacher`: the same from stored data
-- `narrow_logits`: stored states against the draft's vocabulary alone
+- `stored_teacher`: the same from stored data, and against the draft's vocabulary alone
 - `rounds_of_text`: rounds expected on teacher-forced text, and weights of the depths
 """

@@ -3,6 +3,7 @@ target runs only for what was not stored."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from draftsmith.drafters.target.packed_pass import stretches_of
 from draftsmith.drafters.target.taps import FINAL
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.divergence.fused import TargetLogits
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 from draftsmith.train.data.dataset import Lists, load_rows
 from draftsmith.train.data.stored_taps import StoredTaps
-from draftsmith.train.objective.narrow_logits import NarrowLogits
 from draftsmith.train.objective.teacher import (
     Head,
     LiveSource,
@@ -30,6 +31,8 @@ from draftsmith.train.objective.teacher import (
     whole_head,
 )
 
+# Whose logits are read at once: few stay in a processor's cache.
+HOST_ROWS, DEVICE_ROWS = 8, 256
 COLUMNS = ("loss_mask", "top_ids", "top_logprobs", "tail")
 
 
@@ -65,6 +68,63 @@ def stored_source(
             "many in all, or train with --teacher live"
         )
     return DistributionSource(target, stored)
+
+
+class NarrowLogits:
+    """Target logits of stored states over a draft's vocabulary alone.
+
+    All other tokens of the target count as one, whose logit stays the same for a stored token. The
+    first time it is computed, by the whole head, and kept; from then on the head multiplies the
+    rows of the draft's tokens only: 8,192 of 49,152, say. Loss and gradients are the same to
+    rounding.
+
+    Args:
+        vocab_map: [Vd] ascending target ids of the draft's tokens.
+        num_tokens: how many are stored.
+        kept: file that processes which train together share, and a resumed run reads again.
+    """
+
+    def __init__(self, target: Target, vocab_map: torch.Tensor, num_tokens: int, kept: Path):
+        self.target, self.vocab_map = target, vocab_map
+        self.num_tokens, self.kept = num_tokens, kept
+        self.narrow = target.part_of_head(vocab_map)
+        self._rest: np.ndarray | None = None
+
+    def __call__(self, states: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """States [d, H] behind the stored tokens `index` [d] -> (logits [d, V], False) or (logits
+        [d, Vd + 1], the last of all other tokens together, True)."""
+        at = index.cpu().numpy()
+        rest = self._known()[at]
+        if self.narrow is not None and (rest != 0).all():
+            logits = self.narrow(states)
+            logits[:, -1] = torch.from_numpy(rest).to(logits)
+            return logits, True
+        logits = self.target.head(states)
+        rows = HOST_ROWS if reads_freely(logits.device) else DEVICE_ROWS
+        others = torch.cat(
+            [
+                part.float().index_fill(-1, self.vocab_map, -torch.inf).logsumexp(dim=-1)
+                for part in logits.split(rows)
+            ]
+        )
+        # 0 stands for an unknown one.
+        found = others.where(others != 0, torch.finfo(others.dtype).tiny).cpu().numpy()
+        self._known()[at] = found
+        return logits, False
+
+    def _known(self) -> np.ndarray:
+        """[num_tokens] float32, 0 where none is known yet; in memory alone where the disk is
+        full."""
+        if self._rest is None:
+            try:
+                self.kept.parent.mkdir(parents=True, exist_ok=True)
+                # Never emptied: another process may have filled it in the meantime.
+                with open(self.kept, "ab") as handle:
+                    os.posix_fallocate(handle.fileno(), 0, 4 * self.num_tokens)
+                self._rest = np.memmap(self.kept, np.float32, "r+")
+            except OSError:
+                self._rest = np.zeros(self.num_tokens, np.float32)
+        return self._rest
 
 
 class TapSource:
@@ -161,27 +221,16 @@ class StoredDistributions:
         """Distributions of the tokens `token_index` [R], which must all be trained ones."""
         wanted = token_index.cpu().numpy()
         texts = np.searchsorted(self.ends, wanted, side="right")
-        parts: dict[int, tuple[np.ndarray, TopProbs]] = {
-            text: self._of(int(text)) for text in np.unique(texts)
-        }
-        entries = [
-            parts[text][0][index - self._begin(text)]
-            for text, index in zip(texts, wanted, strict=True)
-        ]
-        first = np.cumsum([0, *(len(distribution.tail) for _, distribution in parts.values())])
-        offset = dict(zip(parts, first, strict=False))
-        chosen = torch.tensor(
-            [offset[text] + entry for text, entry in zip(texts, entries, strict=True)],
-            dtype=torch.int64,
-        )
-        joined = (
-            torch.cat(column)
-            for column in zip(*(distribution for _, distribution in parts.values()), strict=True)
-        )
-        return TopProbs(*(column[chosen].to(token_index.device) for column in joined))
-
-    def _begin(self, text: int) -> int:
-        return int(self.ends[text - 1]) if text else 0
+        places, parts = [], []
+        for text in np.unique(texts).tolist():
+            places.append(np.flatnonzero(texts == text))
+            numbers, known = self._of(text)
+            begin = int(self.ends[text - 1]) if text else 0
+            chosen = numbers[wanted[places[-1]] - begin]
+            parts.append([column[chosen] for column in known])
+        back = np.concatenate(places).argsort()
+        joined = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        return TopProbs(*(column[back].to(token_index.device) for column in joined))
 
     def _of(self, text: int) -> tuple[np.ndarray, TopProbs]:
         """(number of the distribution of each token, its distributions)"""
