@@ -8,8 +8,7 @@ Files in reading order:
 - `speculators`: the layout of the `speculators` library
 - `mtp`: MTP modules inside their target
 - `vllm_faults`: releases of vLLM whose sampled speculation is biased
-- `gguf`: files for llama.cpp
-- `gguf_vocabulary`: tokens in them
+- `gguf`: files for llama.cpp, and the tokens in them
 - `openvino`: OpenVINO GenAI
 - `serving`: commands that serve an export
 - `model_card`: README.md of an export

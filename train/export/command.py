@@ -43,6 +43,8 @@ def run(config: ExportConfig) -> int:
     check_out(out, source)
     with on_disk(out), atomic_folder(out) as folder:
         write(source, folder)
+        if config.with_target:
+            HOLD_TARGET[config.to](source, folder)
         write_json(folder / RECORD, shown_record(config, source))
         copy_pictures(source, folder)
         card = model_card(source, folder, engine=config.to, repository=config.push)
@@ -126,7 +128,6 @@ def open_source(config: ExportConfig) -> ExportSource:
         target_config=read_json(model / "config.json", "target config"),
         num_speculative_tokens=config.speculative_tokens or trained_k(draft) or 3,
         out=Path(config.out),
-        with_target=config.with_target,
     )
 
 

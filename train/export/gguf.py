@@ -4,21 +4,21 @@ common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.drafters.blocks.shape import BlockShape
-from draftsmith.drafters.target.load import load_config
+from draftsmith.drafters.target.load import load_config, load_tokenizer
 from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError, missing
 from draftsmith.train.export import portable
-from draftsmith.train.export.gguf_vocabulary import vocabulary
 from draftsmith.train.export.portable import Reader, check_block, check_eagle3, check_represented
 from draftsmith.train.export.source import ExportSource, check_sees_all
 
@@ -39,12 +39,10 @@ KINDS = {
 def write_lm(source: ExportSource, out: Path) -> None:
     portable.check_lm(source)
     write_model(source.draft, source, out / DRAFT)
-    write_target(source, out)
 
 
 def write_target(source: ExportSource, out: Path) -> None:
-    if source.with_target:
-        write_model(source.target, source, out / TARGET)
+    write_model(source.target, source, out / TARGET)
 
 
 def write_model(folder: Path, source: ExportSource, path: Path) -> None:
@@ -58,9 +56,7 @@ def write_model(folder: Path, source: ExportSource, path: Path) -> None:
         )
     kind = KINDS[config.model_type]
     check_layers(config)
-    tensors = named(
-        {name.removeprefix("model."): tensor for name, tensor in read_weights(folder).items()}
-    )
+    tensors = named(read_weights(folder))
     if config.tie_word_embeddings:
         tensors.pop("output.weight", None)
     values = shape_values(config)
@@ -140,22 +136,6 @@ def adder(writer: Any, value: Any) -> Callable[[str, Any], None]:
     return adders[type(value)]
 
 
-# Modules of a decoder layer.
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "hidden_norm": "attn_norm_2",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-OUTSIDE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 # Rotary embeddings whose factors are the same at every length and that scale nothing else.
 FIXED_ROPE = ("default", "linear", "llama3")
 
@@ -214,34 +194,24 @@ def rope_factors(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     return {"rope_freqs.weight": plain / scaled}
 
 
-def layer_name(name: str) -> str | None:
-    """`layers.2.mlp.up_proj.weight` -> `blk.2.ffn_up.weight`; None for no part of a layer."""
-    parts = name.split(".")
-    if parts[0] != "layers" or len(parts) < 4:
-        return None
-    module, kind = ".".join(parts[2:-1]), parts[-1]
-    return f"blk.{parts[1]}.{LAYER[module]}.{kind}" if module in LAYER else None
-
-
-def outside_name(name: str, more: Mapping[str, str]) -> str | None:
-    module, _, kind = name.rpartition(".")
-    known = {**OUTSIDE, **more}
-    return f"{known[module]}.{kind}" if module in known else None
-
-
 def named(
-    tensors: Mapping[str, torch.Tensor], more: Mapping[str, str] | None = None
+    tensors: Mapping[str, torch.Tensor], more: Mapping[str, str] = {}
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a decoder by llama.cpp's names; `more` modules stand outside of its layers."""
+    """Tensors of a decoder by llama.cpp's names, those of Qwen3's, which has what all have; `more`
+    are those of other modules."""
+    gguf = library()
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, len(tensors))
     found = {}
     for name, tensor in tensors.items():
-        own = layer_name(name) or outside_name(name, more or {})
+        module, _, kind = name.rpartition(".")
+        whole = module if module.startswith(("model.", "lm_head")) else f"model.{module}"
+        own = more.get(module) or known.get_name(whole)
         if own is None:
             raise UserError(
                 f"weight {name!r} has no place in llama.cpp's decoder of this kind; convert the "
                 "pair with llama.cpp's own convert_hf_to_gguf.py"
             )
-        found[own] = tensor
+        found[f"{own}.{kind}"] = tensor
     return found
 
 
@@ -252,29 +222,15 @@ def interleaved(
     transformers turns against each other, one by one."""
     heads = {"attn_q": values["attention.head_count"], "attn_k": values["attention.head_count_kv"]}
     return {
-        name: interleave(tensor, heads[part]) if (part := part_of(name)) in heads else tensor
+        name: interleave(tensor, heads[part]) if (part := name.split(".")[-2]) in heads else tensor
         for name, tensor in tensors.items()
     }
-
-
-def part_of(name: str) -> str:
-    return name.split(".")[-2] if name.startswith("blk.") else ""
 
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
     rows = weight.shape[0]
     halves = weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
-
-
-def absolute_ids(offsets: torch.Tensor) -> torch.Tensor:
-    """d2t as llama.cpp reads it: the target's id of every draft token, int64 [Vd]."""
-    return torch.arange(len(offsets)) + offsets
-
-
-def without(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    left_out = set(names)
-    return {name: tensor for name, tensor in tensors.items() if name not in left_out}
 
 
 READER = Reader(
@@ -299,19 +255,34 @@ def write_eagle3(source: ExportSource, out: Path) -> None:
         "norm_before_residual": written["norm_before_residual"],
         "norm_before_fc": written["norm_before_fc"],
     }
-    stored = {
-        name.replace("midlayer.", "layers.0."): tensor
-        for name, tensor in source.drafter.state_dict().items()
-    }
-    tensors = named(without(stored, ("d2t", "t2d")), {"fc": "fc", "input_norm": "enc.output_norm"})
-    tensors = interleaved(tensors, values) | rope_factors(config)
-    if "d2t" in stored:
-        tensors["d2t"] = absolute_ids(stored["d2t"])
+    stored = dict(source.drafter.state_dict())
+    offsets = stored.pop("d2t", None)
+    stored.pop("t2d", None)
+    stored = {name.replace("midlayer.", "layers.0."): one for name, one in stored.items()}
+    tensors = interleaved(named(stored, EAGLE3_MODULES), values)
+    if offsets is not None:  # llama.cpp reads the target's id of every draft token
+        tensors["d2t"] = torch.arange(len(offsets)) + offsets
+    write_draft(source, out, "eagle3", values, tensors)
+
+
+def write_draft(
+    source: ExportSource,
+    out: Path,
+    arch: str,
+    values: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+) -> None:
+    config = source.drafter.config
     words = vocabulary(source.target, config.vocab_size, trust_remote_code=source.trust_remote_code)
-    write_gguf(out / DRAFT, Gguf("eagle3", values | words, tensors), name=source.draft.name)
-    write_target(source, out)
+    content = Gguf(arch, values | words, tensors | rope_factors(config))
+    write_gguf(out / DRAFT, content, name=source.draft.name)
 
 
+EAGLE3_MODULES = {
+    "fc": "fc",
+    "input_norm": "enc.output_norm",
+    "layers.0.hidden_norm": "blk.0.attn_norm_2",
+}
 BLOCK_MODULES = {
     "fc": "fc",
     "hidden_norm": "enc.output_norm",
@@ -335,10 +306,8 @@ def write_block(source: ExportSource, out: Path) -> None:
     }
     if shape.markov_rank:
         values |= {"sample_from_anchor": True, "has_confidence_head": bool(shape.confidence)}
-    tensors = named(source.drafter.state_dict(), BLOCK_MODULES) | rope_factors(config)
-    words = vocabulary(source.target, config.vocab_size, trust_remote_code=source.trust_remote_code)
-    write_gguf(out / DRAFT, Gguf("dflash", values | words, tensors), name=source.draft.name)
-    write_target(source, out)
+    tensors = named(source.drafter.state_dict(), BLOCK_MODULES)
+    write_draft(source, out, "dflash", values, tensors)
 
 
 def check_block_represented(shape: BlockShape) -> None:
@@ -352,3 +321,124 @@ def check_block_represented(shape: BlockShape) -> None:
             "the draft's confidence head reads no transition (confidence_head_with_markov is "
             "false), and llama.cpp's does; export it --to vllm"
         )
+
+
+# Of a token. Tokens are those of a byte-level BPE, with the name of the rule by which llama.cpp
+# splits a text before its merges.
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+
+ENGLISH = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORDS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+{END}|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*{END}|"
+)
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The steps of a tokenizer.json before its merges -> llama.cpp's name of the same rule.
+RULES: dict[tuple[str, ...], str] = {
+    ("bytes by words",): "gpt-2",
+    ("digits", "bytes by words"): "smollm",
+    (ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + WORDS_AND_SPACES, "bytes"): "llama-bpe",
+    (ENGLISH + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + WORDS_AND_SPACES, "bytes"): "qwen2",
+    (
+        ENGLISH
+        + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+        + r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+        "bytes",
+    ): "qwen35",
+    (CASED.replace("{END}", "") + r"\p{N}|" + REST, "bytes"): "tekken",
+    (CASED.replace("{END}", ENGLISH + "?") + r"\p{N}{1,3}|" + REST, "bytes"): "gpt-4o",
+}
+SPECIAL = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
+
+
+def vocabulary(folder: Path, size: int, *, trust_remote_code: bool) -> dict[str, Any]:
+    """Metadata of the tokenizer of `folder`, filled up to the `size` rows of the embeddings."""
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    written = backend(tokenizer, folder)
+    tokens, kinds = tokens_and_kinds(tokenizer, size)
+    values: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": rule_of(written, folder),
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": [
+            merge if isinstance(merge, str) else " ".join(merge)
+            for merge in written["model"]["merges"]
+        ],
+        **added_around(tokenizer),
+    }
+    for key, name in SPECIAL.items():
+        if (token := getattr(tokenizer, f"{name}_token_id", None)) is not None:
+            values[f"tokenizer.ggml.{key}_token_id"] = token
+    if isinstance(template := getattr(tokenizer, "chat_template", None), str):
+        values["tokenizer.chat_template"] = template
+    return values
+
+
+def backend(tokenizer: PreTrainedTokenizerBase, folder: Path) -> dict[str, Any]:
+    """Contents of its tokenizer.json."""
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is None:
+        raise _no_bpe(folder, type(tokenizer).__name__)
+    return json.loads(inner.to_str())
+
+
+def _no_bpe(folder: Path, found: str) -> UserError:
+    return UserError(
+        f"the tokenizer of {str(folder)!r} is no byte-level BPE that draftsmith writes to GGUF "
+        f"({found}); convert the pair with llama.cpp's own convert_hf_to_gguf.py"
+    )
+
+
+def rule_of(written: dict[str, Any], folder: Path) -> str:
+    model = written["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback"):
+        raise _no_bpe(folder, f"model {model['type']} with bytes of its own")
+    steps = written.get("pre_tokenizer") or {}
+    listed = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+    rule = tuple(step_name(step) for step in listed)
+    if rule not in RULES:
+        raise _no_bpe(folder, f"texts are split by {' then '.join(rule)}")
+    return RULES[rule]
+
+
+def step_name(step: dict[str, Any]) -> str:
+    kind = step.get("type", "nothing")
+    if kind == "ByteLevel" and not step.get("add_prefix_space"):
+        return "bytes by words" if step.get("use_regex", True) else "bytes"
+    if kind == "Digits" and step.get("individual_digits"):
+        return "digits"
+    if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+        return step["pattern"].get("Regex", kind)
+    return kind
+
+
+def tokens_and_kinds(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], list[int]]:
+    by_id = {index: token for token, index in tokenizer.get_vocab().items()}
+    if (highest := max(by_id)) >= size:
+        raise UserError(
+            f"the tokenizer has a token of id {highest} and the model has {size} rows; restore "
+            "the tokenizer's files"
+        )
+    added = tokenizer.added_tokens_decoder
+    tokens, kinds = [], []
+    for index in range(size):
+        tokens.append(by_id.get(index, f"[PAD{index}]"))
+        if index not in by_id:
+            kinds.append(UNUSED)
+        elif index not in added:
+            kinds.append(NORMAL)
+        else:
+            kinds.append(CONTROL if added[index].special else USER_DEFINED)
+    return tokens, kinds
+
+
+def added_around(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """Flags of the tokens that begin and end every text."""
+    bare, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
+    begins = whole[: len(whole) - len(bare)] if whole[-len(bare) :] == bare else whole
+    return {
+        "tokenizer.ggml.add_bos_token": bool(begins) and begins[0] == tokenizer.bos_token_id,
+        "tokenizer.ggml.add_eos_token": whole[-1] == tokenizer.eos_token_id,
+    }

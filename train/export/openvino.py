@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,13 +43,11 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3")
 def write_lm(source: ExportSource, out: Path) -> None:
     portable.check_lm(source)
     write_model(source.draft, source, out)
-    write_target(source, out)
 
 
 def write_target(source: ExportSource, out: Path) -> None:
-    if source.with_target:
-        (out / TARGET).mkdir()
-        write_model(source.target, source, out / TARGET)
+    (out / TARGET).mkdir()
+    write_model(source.target, source, out / TARGET)
 
 
 def write_model(folder: Path, source: ExportSource, out: Path) -> None:
@@ -63,7 +61,7 @@ def write_model(folder: Path, source: ExportSource, out: Path) -> None:
             f"{str(folder)!r} has rotary embeddings that depend on the length of a text, which "
             "draftsmith does not write to OpenVINO; convert the model with optimum-intel"
         )
-    graph = traced(TracedLm(lm), ModelShapes.of(lm.new_pool(1, 1)), {})
+    graph = traced(TracedLm(lm), shapes_of(lm.new_pool(1, 1)), {})
     write_graph(graph, out, half=half)
     write_config(out, read_config(folder))
     write_tokenizer(source, out)
@@ -190,19 +188,17 @@ def allowed_places(attention_mask: torch.Tensor, num_tokens: int | torch.Tensor)
     return causal[None, None] & (attention_mask[:, None, None] > 0)
 
 
-class ModelShapes(NamedTuple):
-    """Keys and values of the layers: (kv_heads, dim) each, in turn."""
-
-    states: list[tuple[int, int]]
-
-    @classmethod
-    def of(cls, pool: PagedPool) -> ModelShapes:
-        """`pool` has tensors [slots, kv_heads, dim]."""
-        pairs = zip(pool.keys, pool.values, strict=True)
-        return cls([(one.shape[1], one.shape[2]) for pair in pairs for one in pair])
+# (kv_heads, dim) of the keys and of the values of each layer in turn.
+Shapes = list[tuple[int, int]]
 
 
-def traced(module: nn.Module, shapes: ModelShapes, more: dict[str, int]) -> Any:
+def shapes_of(pool: PagedPool) -> Shapes:
+    """`pool` has tensors [slots, kv_heads, dim]."""
+    pairs = zip(pool.keys, pool.values, strict=True)
+    return [(one.shape[1], one.shape[2]) for pair in pairs for one in pair]
+
+
+def traced(module: nn.Module, shapes: Shapes, more: dict[str, int]) -> Any:
     """The graph of `module`, called with `INPUTS`, `more` states [B, T, width] by name, and the
     keys and values of every layer; it returns its logits [B, T, V] and them."""
     ov = library()
@@ -213,22 +209,24 @@ def traced(module: nn.Module, shapes: ModelShapes, more: dict[str, int]) -> Any:
         torch.ones(rows, past + tokens, dtype=torch.int64),
         positions,
         *(torch.zeros(rows, tokens, width) for width in more.values()),
-        *(torch.zeros(rows, heads, past, width) for heads, width in shapes.states),
+        *(torch.zeros(rows, heads, past, width) for heads, width in shapes),
     )
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a trace says of Python's own branches
         module(*example)  # raises `UserError` where tracing would hide it
         graph = ov.convert_model(module, example_input=example)
     name_and_shape(graph, [*INPUTS, *more], shapes)
-    keep_states(graph, len(INPUTS) + len(more), len(shapes.states))
+    keep_states(graph, len(INPUTS) + len(more), len(shapes))
     return graph
 
 
-def name_and_shape(graph: Any, names: Sequence[str], shapes: ModelShapes) -> None:
+def name_and_shape(graph: Any, names: Sequence[str], shapes: Shapes) -> None:
     ov = library()
-    states = [f"past_key_values.{at // 2}.{'value' if at % 2 else 'key'}" for at in indices(shapes)]
+    states = [
+        f"past_key_values.{at // 2}.{'value' if at % 2 else 'key'}" for at in range(len(shapes))
+    ]
     sizes = [*([-1] * (2 if name in INPUTS else 3) for name in names)]
-    sizes += [[-1, heads, -1, width] for heads, width in shapes.states]
+    sizes += [[-1, heads, -1, width] for heads, width in shapes]
     for port, name, size in zip(graph.inputs, [*names, *states], sizes, strict=True):
         port.get_tensor().set_names({name})
         port.get_node().set_friendly_name(name)
@@ -237,10 +235,6 @@ def name_and_shape(graph: Any, names: Sequence[str], shapes: ModelShapes) -> Non
     for port, name in zip(graph.outputs, ["logits", *present], strict=True):
         port.get_tensor().set_names({name})
     graph.validate_nodes_and_infer_types()
-
-
-def indices(shapes: ModelShapes) -> range:
-    return range(len(shapes.states))
 
 
 def keep_states(graph: Any, first: int, count: int) -> None:
@@ -313,13 +307,12 @@ def write_eagle3(source: ExportSource, out: Path) -> None:
     check_embeddings(head, target)
     half = head.fc.weight.dtype != torch.float32
     head = head.float()
-    shapes = ModelShapes.of(head.new_pool(1, 1, torch.device("cpu"), torch.float32))
+    shapes = shapes_of(head.new_pool(1, 1, torch.device("cpu"), torch.float32))
     graph = traced(TracedHead(head, target), shapes, {STATES: head.fc.in_features})
     describe(graph, head)
     write_graph(graph, out, half=half)
     write_config(out, source.drafter.portable_config())
     write_tokenizer(source, out)
-    write_target(source, out)
 
 
 def check_embeddings(head: Eagle3, target: Target) -> None:

@@ -35,7 +35,6 @@ class ExportSource:
     target_config: dict[str, Any]  # the target's config.json
     num_speculative_tokens: int
     out: Path  # where the export will be found
-    with_target: bool = False  # whether the target is written beside the draft
 
     @cached_property
     def outline(self) -> TargetOutline:

@@ -20,8 +20,8 @@ NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
 # The pairs that need some likewise: the graph of a head holds the target's embeddings, and the
 # speculators library takes them for those of the draft.
 TAKE_EMBEDDINGS = (("eagle3", "openvino"), ("eagle1", "speculators"))
-# The layouts that can hold the target beside the draft.
-HOLD_TARGET = ("gguf", "openvino")
+# Writers of the target beside the draft.
+HOLD_TARGET: dict[str, Writer] = {"gguf": gguf.write_target, "openvino": openvino.write_target}
 
 BLOCKS: dict[str, Writer] = {
     "vllm": portable.write_block,

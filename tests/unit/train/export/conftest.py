@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
+from draftsmith.files import read_json
 from draftsmith.train.config import ExportConfig
 from draftsmith.train.export.command import run
 from tests.noise import noisy
@@ -52,3 +54,11 @@ def unrolled(folder: Path, of: Target) -> list[torch.Tensor]:
     ids = torch.randint(3, of.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     batch = unroll_batch(drafter, of, ids, 3)
     return [step.hidden @ drafter.head_weight().T for step in drafter.unroll(batch)]
+
+
+def stitched_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a target and the module in it, by the index of all."""
+    weight_map = read_json(folder / "model.safetensors.index.json")["weight_map"]
+    files = {name: load_file(folder / name) for name in set(weight_map.values())}
+    assert sum(map(len, files.values())) == len(weight_map), "the index names every tensor once"
+    return {name: files[file][name] for name, file in weight_map.items()}

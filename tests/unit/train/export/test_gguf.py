@@ -23,8 +23,17 @@ from draftsmith.train.export.command import run
 
 pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 
-from draftsmith.train.export.gguf import DRAFT, TARGET, Gguf, file_type, write_gguf
-from draftsmith.train.export.gguf_vocabulary import CONTROL, NORMAL, UNUSED, vocabulary
+from draftsmith.train.export.gguf import (
+    CONTROL,
+    DRAFT,
+    NORMAL,
+    TARGET,
+    UNUSED,
+    Gguf,
+    file_type,
+    vocabulary,
+    write_gguf,
+)
 from tests.engine_readers import llamacpp
 from tests.engine_readers.llamacpp import read_gguf
 from tests.unit.train.export import conftest

@@ -25,7 +25,7 @@ from draftsmith.drafters.target.target import FINAL, Target
 from draftsmith.errors import UserError
 from draftsmith.train.session import older_drafter
 from tests.noise import noisy
-from tests.unit.train.export.conftest import export
+from tests.unit.train.export.conftest import export, stitched_tensors
 from tests.unrolled import unroll_batch
 
 
@@ -81,13 +81,6 @@ def exported(
         return target, drafter, export(tmp_path / "draft", "vllm")
 
     return make
-
-
-def stitched_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    files = {name: load_file(folder / name) for name in set(weight_map.values())}
-    assert sum(map(len, files.values())) == len(weight_map), "the index names every tensor once"
-    return {name: files[file][name] for name, file in weight_map.items()}
 
 
 IDS = torch.randint(2, 288, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -204,12 +197,3 @@ def test_targets_that_the_layout_cannot_express_are_refused(
 def test_a_module_of_another_width_is_refused(exported: Callable[..., object]) -> None:
     with pytest.raises(UserError, match="needs an MTP layer of the target's shape"):
         exported("llama", MtpOptions(intermediate_size=40))
-
-
-@pytest.mark.parametrize("engine", ["sglang", "speculators", "hf"])
-def test_engines_without_a_matching_layout_are_refused(
-    exported: Callable[..., tuple[Target, LlamaMtp, Path]], engine: str, tmp_path: Path
-) -> None:
-    exported()
-    with pytest.raises(UserError, match=r"export (this (mtp )?draft )?--to vllm"):
-        export(tmp_path / "draft", engine)

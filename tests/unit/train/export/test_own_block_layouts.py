@@ -1,9 +1,9 @@
-"""New MTP modules for targets whose own kind has one: a block of the target's class, exported into
-the target's folder, where readers find it."""
+"""MTP modules for targets whose own kind has one, new or trained further: a block of the target's
+class, exported into the target's folder in the place of the old one, or where readers find it."""
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from draftsmith.drafters.heads.mtp_deepseek import AppendedMtp
 from draftsmith.drafters.options import MtpOptions
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
+from draftsmith.files import read_json, write_json
+from draftsmith.train.session import older_drafter
 from tests.noise import noisy
-from tests.unit.train.export.conftest import APPENDED, export, saved
+from tests.unit.train.export.conftest import APPENDED, export, saved, stitched_tensors
 from tests.unrolled import unroll_batch
 
 BESIDE = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "ernie4_5_moe")
@@ -45,7 +47,7 @@ def test_a_new_module_has_the_targets_block_and_is_exported_into_its_folder(
     checkpoint.save(drafter, tmp_path / "draft", target)
     out = export(tmp_path / "draft", "vllm")
 
-    weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    weight_map = read_json(out / "model.safetensors.index.json")["weight_map"]
     old = load_file(folder / "model.safetensors")
     new = {name for name, file in weight_map.items() if file == "model-mtp.safetensors"}
     assert weight_map.keys() == old.keys() | new and new.isdisjoint(old)
@@ -90,11 +92,12 @@ def test_a_new_module_begins_at_numbers_that_learn(
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3", "ernie4_5_moe", "qwen3"])
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3", "ernie4_5_moe", "llama", "qwen3"])
 def test_modules_that_sglang_runs_otherwise_are_refused(
     kind: str, tiny_target: Find, without_module: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    target = Target.load(tiny_target(kind) if kind == "qwen3" else without_module(kind))
+    own = tiny_target(kind) if kind in ("llama", "qwen3") else without_module(kind)
+    target = Target.load(own)
     draft = saved("mtp", target, tmp_path / "draft")
     with pytest.raises(UserError, match=f"SGLang runs the MTP module of a '{kind}' target"):
         export(draft, "sglang")
@@ -154,3 +157,57 @@ def test_sglang_reads_qwens_modules(
     out = export(saved("mtp", target, tmp_path / "draft"), "sglang")
     card = (out / "README.md").read_text()
     assert f"--model-path {out} --speculative-algorithm NEXTN --speculative-num-steps" in card
+
+
+MODULE = "model.layers.2."
+SHARED = {f"{MODULE}embed_tokens.weight", f"{MODULE}shared_head.head.weight"}
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_the_new_module_is_where_the_old_one_was(
+    native_target: Callable[[str], Path], kind: str, tmp_path: Path
+) -> None:
+    folder = native_target(kind)
+    target = Target.load(folder)
+    drafter = older_drafter(str(folder), "mtp", target)
+    checkpoint.save(noisy(drafter, 0, 0.1), tmp_path / "tuned", target)
+    out = export(tmp_path / "tuned", "vllm")
+
+    old, tuned = (
+        load_file(folder / "model.safetensors"),
+        load_file(tmp_path / "tuned" / "model.safetensors"),
+    )
+    new = stitched_tensors(out)
+    assert new.keys() == old.keys()
+    assert all(torch.equal(new[name], tuned.get(name, old[name])) for name in new)
+    changed = {name for name in new if not torch.equal(new[name], old[name])}
+    assert changed == {
+        name
+        for name in old.keys() - SHARED
+        if name.startswith(MODULE) and "correction_bias" not in name
+    }
+    assert read_json(out / "config.json") == read_json(folder / "config.json")
+    _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+
+
+def test_another_target_is_refused(native_target: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = native_target("glm4_moe")
+    target = Target.load(folder)
+    checkpoint.save(checkpoint.load(folder, target), tmp_path / "tuned", target)
+    other = str(native_target("deepseek_v3"))
+    with pytest.raises(UserError, match="give --target the folder that it was trained from"):
+        export(tmp_path / "tuned", "vllm", target=other)
+
+
+def test_a_target_that_vllm_would_route_otherwise_is_refused(
+    native_target: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = native_target("deepseek_v3")
+    target = Target.load(folder)
+    checkpoint.save(checkpoint.load(folder, target), tmp_path / "tuned", target)
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    write_json(other / "config.json", read_json(other / "config.json") | {"scoring_func": None})
+    with pytest.raises(UserError, match=r"routes as transformers does by .* alone; put these into"):
+        export(tmp_path / "tuned", "vllm", target=str(other))
