@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from draftsmith.errors import UserError, first_line
 from draftsmith.files import atomic_folder, atomic_path, read_json, write_json, write_text
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.resolve import different_from
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.interface import TrainedDrafter
 
 # Written last into a checkpoint; one without it was cut short and is not resumed from.
 MARKER = "complete.json"
@@ -226,12 +229,6 @@ def _step_of(line: str) -> float:
     return step
 
 
-class SaveableTraining(Protocol):
-    family: str
-
-    def save(self, folder: Path) -> None: ...
-
-
 class KeptCheckpoint(NamedTuple):
     """A draft on disk; it is saved elsewhere by copying its files."""
 
@@ -257,7 +254,7 @@ class BestDraft:
         self.record = training / "best.json"
 
     def offer(
-        self, drafter: SaveableTraining, *, step: int, tau: float, evaluation: list[dict[str, Any]]
+        self, drafter: TrainedDrafter, *, step: int, tau: float, evaluation: list[dict[str, Any]]
     ) -> None:
         """Keeps the draft if none before it was better; of equals the later one, which has seen
         more."""

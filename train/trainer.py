@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from draftsmith.drafters.interface import TextBatch
+from draftsmith.drafters.interface import TextBatch, TrainedDrafter
 from draftsmith.errors import UserError, first_line
 from draftsmith.kernels.divergence.kind import FORWARD_KL, DivergenceKind
 from draftsmith.train.checkpoints import whole
@@ -25,7 +25,7 @@ from draftsmith.train.data.dataset import TokenSequence
 from draftsmith.train.data.mixture import Mixed
 from draftsmith.train.evaluate.measured import Figures, HeldOut
 from draftsmith.train.objective.teacher import TargetSource
-from draftsmith.train.objective.unrolled_loss import Unrollable, UnrolledLoss, unrolled_loss
+from draftsmith.train.objective.unrolled_loss import UnrolledLoss, unrolled_loss
 from draftsmith.train.optim import BETAS, Clock, lr_factor, muon_with_adamw
 from draftsmith.train.reporting import MetricWindow
 
@@ -58,7 +58,7 @@ class Trainee(torch.nn.Module):
     def forward(
         self, text: TextBatch, num_items_in_batch: torch.Tensor
     ) -> dict[str, torch.Tensor | UnrolledLoss]:
-        drafter: Unrollable = self.drafter
+        drafter: TrainedDrafter = self.drafter
         unrolled = unrolled_loss(
             drafter,
             self.source,

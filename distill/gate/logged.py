@@ -13,12 +13,11 @@ import numpy as np
 import torch
 
 from draftsmith.distill.buffer.traffic import ServedText
-from draftsmith.drafters.interface import UnrollBatch, UnrolledStep, head_of
+from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch, UnrolledStep, head_of
 from draftsmith.kernels.products.float32_products import multiply
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.top_tokens import TopProbs, top_overlap
 from draftsmith.record import Distributions, ProbArrays, RoundRecord, sampler_of
-from draftsmith.train.objective.unrolled_loss import Unrollable
 
 
 class LoggedPosition(NamedTuple):
@@ -194,7 +193,7 @@ def positions_of(text: ServedText, row: int, *, max_depth: int, max_length: int)
 class DraftedPositions:
     """A draft's states at n positions."""
 
-    drafter: Unrollable
+    drafter: TrainedDrafter
     steps: Sequence[UnrolledStep]
     hidden: torch.Tensor  # [n, H], 0 where nothing was drafted
     number: torch.Tensor  # [n] of the step. A language model has one step for all depths.
@@ -202,7 +201,7 @@ class DraftedPositions:
 
     @classmethod
     def of(
-        cls, drafter: Unrollable, batch: UnrollBatch, positions: Sequence[Position]
+        cls, drafter: TrainedDrafter, batch: UnrollBatch, positions: Sequence[Position]
     ) -> DraftedPositions:
         steps = list(drafter.unroll(batch))
         device = batch.input_ids.device

@@ -36,7 +36,7 @@ from draftsmith.distill.gate.logged import (
     sampled_top,
     sampling_rows,
 )
-from draftsmith.drafters.interface import UnrollBatch
+from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import probabilities, shared_mass
 from draftsmith.kernels.products.float32_products import faster_linears
@@ -45,7 +45,6 @@ from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import mask_of, padded
 from draftsmith.train.objective.outline import TargetOutline
 from draftsmith.train.objective.teacher import StateReader
-from draftsmith.train.objective.unrolled_loss import Unrollable
 
 # Rows of full-vocabulary logits held at once.
 CHUNK = 512
@@ -86,7 +85,7 @@ class Scorer:
 
     def __init__(
         self,
-        drafter: Unrollable,
+        drafter: TrainedDrafter,
         target: Target,
         *,
         max_length: int,
@@ -97,7 +96,7 @@ class Scorer:
         self.states = states
         self._known: dict[tuple[str, int], Scored] = {}
 
-    def of(self, drafter: Unrollable) -> Scorer:
+    def of(self, drafter: TrainedDrafter) -> Scorer:
         """Scorer of another draft for the same target."""
         return Scorer(drafter, self.target, max_length=self.max_length, states=self.states)
 
@@ -161,7 +160,7 @@ def score_together(
 
 @torch.no_grad()
 def score_drafters(
-    drafters: Sequence[Unrollable],
+    drafters: Sequence[TrainedDrafter],
     target: Target,
     texts: Sequence[ServedText],
     *,
@@ -189,7 +188,7 @@ def score_drafters(
 
 
 def _score_batch(
-    drafters: Sequence[Unrollable],
+    drafters: Sequence[TrainedDrafter],
     texts: Sequence[ServedText],
     read: TargetSide,
     max_depth: int,

@@ -21,7 +21,7 @@ import torch
 from draftsmith.distill.buffer.traffic import TrainedRow, filled_taps, known_taps, num_readable
 from draftsmith.distill.config import DistillConfig, LearnConfig
 from draftsmith.distill.learn.text_states import TextStates
-from draftsmith.drafters.interface import TextBatch
+from draftsmith.drafters.interface import TextBatch, TrainedDrafter
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
@@ -36,7 +36,6 @@ from draftsmith.train.data.batches import (
 )
 from draftsmith.train.objective.outline import load_outline
 from draftsmith.train.objective.teacher import LiveSource, TargetSignals, TargetSource
-from draftsmith.train.objective.unrolled_loss import Unrollable
 
 NO_TOKEN = -1
 
@@ -224,7 +223,7 @@ def check_teacher(config: LearnConfig) -> None:
         )
 
 
-def check_positions(config: LearnConfig, drafter: Unrollable) -> None:
+def check_positions(config: LearnConfig, drafter: TrainedDrafter) -> None:
     """Refuses rejected continuations of a draft that reads states beside learn.teacher=recorded:
     records hold states of committed text."""
     if config.teacher == "recorded" and drafter.taps and "later-rejected" in config.positions:

@@ -3,8 +3,7 @@ by which a target that is too large fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +14,6 @@ from draftsmith.drafters.target.offload import converts
 from draftsmith.drafters.target.quantised import quantisation
 from draftsmith.drafters.target.taps import body_name, decoder_layers
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import pins, reads_freely
 from draftsmith.kernels.host_memory import host_bytes
 from draftsmith.train.check.finding import Finding, fail, ok, warn
@@ -23,12 +21,6 @@ from draftsmith.train.check.finding import Finding, fail, ok, warn
 GIB = 2**30
 OFFLOADED = {"cpu": "in the host's memory", "disk": "in its files"}
 SHARES = (2, 4, 8, 16, 32, 64)  # numbers of processes that are offered
-
-
-class PooledMemory(Protocol):
-    def new_pool(
-        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-    ) -> PagedPool | None: ...
 
 
 class Parts(NamedTuple):
@@ -123,47 +115,27 @@ def ways_to_fit(
     return f"give {', or '.join(ways)}" if ways else ""
 
 
-class ServedMemory(NamedTuple):
-    """Bytes that a server of a target and a draft takes."""
-
-    weights: int
-    per_token: float  # of keys and values
-    per_text: int  # of recurrent states
-
-    @classmethod
-    def of(cls, target: Target, draft: torch.nn.Module | None) -> ServedMemory:
-        """Count modules in the types that they are served in."""
-        weights, per_token = num_bytes(target.model), bytes_per_token(target, target)
-        if draft is not None:
-            weights += num_bytes(draft)
-            per_token += bytes_per_token(draft, target)
-        states = NUM_SIDES * target.state_layers.num_bytes
-        return cls(weights, per_token, states)
-
-    def whole(self, num_texts: int, num_tokens: int) -> int:
-        """With `num_texts` texts of `num_tokens` tokens each."""
-        texts = (self.per_token * num_tokens + self.per_text) * num_texts
-        return self.weights + int(texts)
-
-
 def check_serving(target: Target, draft: torch.nn.Module | None, sequences: int) -> Finding:
-    """Weights, keys and values of `sequences` texts of full length."""
-    served, tokens = ServedMemory.of(target, draft), target.max_positions
-    needed = served.whole(sequences, tokens)
-    cache = needed - served.weights
+    """Weights, in the types that they are served in, keys and values of `sequences` texts of full
+    length."""
+    tokens, states = target.max_positions, NUM_SIDES * target.state_layers.num_bytes
+    weights, per_token = num_bytes(target.model), bytes_per_token(target, target)
+    if draft is not None:
+        weights += num_bytes(draft)
+        per_token += bytes_per_token(draft, target)
+    cache = int((per_token * tokens + states) * sequences)
     what = (
-        f"weights {served.weights / GIB:.2f} GiB, keys and values "
-        f"{served.per_token / 1024:.1f} KiB per token, {cache / GIB:.2f} GiB for {sequences} "
-        f"texts of {tokens} tokens"
+        f"weights {weights / GIB:.2f} GiB, keys and values {per_token / 1024:.1f} KiB per token, "
+        f"{cache / GIB:.2f} GiB for {sequences} texts of {tokens} tokens"
     )
-    if served.per_text:
-        what += f", of which states {served.per_text / 1024:.1f} KiB each"
+    if states:
+        what += f", of which states {states / 1024:.1f} KiB each"
     mend = (
         "serve fewer or shorter sequences at once"
-        if served.weights < available_bytes(target.device)
+        if weights < available_bytes(target.device)
         else "serve it with vLLM, over several devices, or use a smaller target"
     )
-    return compare("memory.serving", what, needed, target.device, mend)
+    return compare("memory.serving", what, weights + cache, target.device, mend)
 
 
 def check_training(
@@ -192,18 +164,14 @@ def compare(check: str, what: str, needed: float, device: torch.device, mend: st
 
 def num_bytes(model: torch.nn.Module, dtype: torch.dtype | None = None) -> int:
     """Bytes of parameters and buffers, of floating-point ones as if they had `dtype`."""
-    return bytes_of((*model.parameters(), *model.buffers()), dtype)
-
-
-def bytes_of(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None = None) -> int:
     return sum(
         tensor.numel()
         * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size())
-        for tensor in tensors
+        for tensor in (*model.parameters(), *model.buffers())
     )
 
 
-def bytes_per_token(pooled: PooledMemory, target: Target) -> float:
+def bytes_per_token(pooled: Target | torch.nn.Module, target: Target) -> float:
     block_size = 16
     pool = pooled.new_pool(1, block_size, target.device, target.dtype)
     return 0.0 if pool is None else pool.num_bytes / block_size

@@ -7,29 +7,16 @@ B rows, L tokens per row, S unrolled steps, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from draftsmith.drafters.interface import TextBatch, UnrollBatch, UnrolledStep
+from draftsmith.drafters.interface import TextBatch, TrainedDrafter, UnrolledStep
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, DivergenceKind
 from draftsmith.kernels.products.float32_products import faster_linears
 from draftsmith.train.objective.teacher import TargetSignals, TargetSource
-
-
-class Unrollable(Protocol):
-    """Part of a drafter that training uses."""
-
-    taps: tuple[int, ...]
-
-    @property
-    def vocab_map(self) -> torch.Tensor | None: ...
-
-    def head_weight(self) -> torch.Tensor: ...
-
-    def unroll(self, batch: UnrollBatch): ...
 
 
 class PredictedStep(NamedTuple):
@@ -68,7 +55,7 @@ class UnrolledLoss(NamedTuple):
 
 
 def unrolled_loss(
-    drafter: Unrollable,
+    drafter: TrainedDrafter,
     source: TargetSource,
     text: TextBatch,
     *,
@@ -134,7 +121,7 @@ def step_factors(decay: float, num_steps: int, num_unrolled: int) -> list[float]
 
 
 def _divergence(
-    drafter: Unrollable,
+    drafter: TrainedDrafter,
     signals: TargetSignals,
     predicted: Sequence[PredictedStep],
     weights: torch.Tensor,
@@ -158,7 +145,7 @@ def _divergence(
 
 
 def _of_one_head(
-    drafter: Unrollable,
+    drafter: TrainedDrafter,
     signals: TargetSignals,
     predicted: Sequence[PredictedStep],
     weights: torch.Tensor,
