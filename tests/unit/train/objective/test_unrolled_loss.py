@@ -1,4 +1,5 @@
-"""The unrolled loss against a plain float64 computation, position by position."""
+"""The unrolled loss against a plain float64 computation, position by position; weights of depths,
+the mean over passes and packed rows, and the loss of a draft's guess of its own alpha, by hand."""
 
 from __future__ import annotations
 
@@ -6,12 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from draftsmith.drafters.blocks.dspark import Dspark
 from draftsmith.drafters.interface import TextBatch
+from draftsmith.drafters.options import DraftLmOptions, DsparkOptions, Eagle3Options
+from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.divergence.kind import kind_of
+from draftsmith.train.config import UnrollConfig
 from draftsmith.train.objective.teacher import LiveSource
-from draftsmith.train.objective.unrolled_loss import unrolled_loss
+from draftsmith.train.objective.unrolled_loss import UnrolledLoss, unrolled_loss
+from draftsmith.train.trainer import Trainee
+from tests.noise import noisy
 from tests.unrolled import unroll_batch
 
 
@@ -118,3 +126,101 @@ def test_no_gradient_reaches_the_target_and_unweighted_text_gives_zero(target, t
     # A rank without a trained token must still take part in the reduction of gradients.
     assert drafter.table.grad is not None
     assert all(parameter.grad is None for parameter in target.model.parameters())
+
+
+def test_a_step_that_stands_for_several_depths_gets_their_weights(target):
+    """A language model drafts alike at every depth, so its one step counts for all."""
+    options = DraftLmOptions(num_layers=1, hidden_size=32)
+    drafter = FAMILIES["draft-lm"].create(options, target, seed=0).to(torch.float64)
+    ids = torch.randint(3, 288, (1, 9), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    batch = TextBatch(input_ids=ids, attention_mask=mask, weights=(mask.cumsum(-1) > 2).double())
+    alone, deep = (
+        unrolled_loss(drafter, LiveSource(target), batch, num_steps=steps, decay=0.5)
+        for steps in (1, 4)
+    )
+    assert deep.total.item() == pytest.approx(1.875 * alone.total.item(), rel=1e-12)
+    assert deep.scale == 1.875
+
+
+def test_the_mean_is_the_same_packed_apart_and_accumulated(target):
+    """Three texts: a row each, all in one row, and one pass each, divided by what all of them
+    count."""
+    drafter = FAMILIES["eagle3"].create(Eagle3Options(), target, seed=0).to(torch.float64)
+    trainee = Trainee(drafter, LiveSource(target), UnrollConfig(steps=3))
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 288, (size,), generator=generator) for size in (9, 4, 12)]
+    weights = [(torch.arange(len(one)) >= 2).float() for one in ids]
+
+    def passed(
+        ids: torch.Tensor, weights: torch.Tensor, segments: torch.Tensor | None = None
+    ) -> TextBatch:
+        mask = (ids > 0).long()
+        return TextBatch(input_ids=ids, attention_mask=mask, weights=weights, segments=segments)
+
+    apart = [passed(one[None], weight[None]) for one, weight in zip(ids, weights)]
+    rows = passed(*(pad_sequence(each, batch_first=True) for each in (ids, weights)))
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor([len(one) for one in ids]))
+    packed = passed(torch.cat(ids)[None], torch.cat(weights)[None], numbers[None])
+
+    def loss(passes: list[TextBatch]) -> float:
+        count = torch.stack([text.weights.sum() for text in passes]).sum()
+        return sum(
+            float(trainee(text, num_items_in_batch=count)["loss"].detach()) for text in passes
+        )
+
+    # The weights of tokens are float32.
+    assert loss([rows]) == pytest.approx(loss(apart), rel=1e-6)
+    assert loss([packed]) == pytest.approx(loss(apart), rel=1e-6)
+
+
+STEPS, DECAY = 3, 0.7
+
+
+@pytest.fixture
+def drafter(target) -> Dspark:
+    made = Dspark.create(DsparkOptions(block_size=4, markov_rank=6), target, seed=0).to(
+        device=target.device, dtype=torch.float64
+    )
+    return noisy(made, 2)
+
+
+def guessed(drafter: Dspark, target: Target) -> UnrolledLoss:
+    return unrolled_loss(drafter, LiveSource(target), text(), num_steps=STEPS, decay=DECAY)
+
+
+def test_the_loss_is_the_cross_entropy_of_guess_and_alpha(drafter, target):
+    found = guessed(drafter, target)
+    found.total.backward()
+    gradient = drafter.confidence_head.proj.bias.grad.clone()
+    # A head that says nothing has a loss and a gradient that can be summed from alpha alone.
+    drafter.zero_grad()
+    for parameter in drafter.confidence_head.parameters():
+        parameter.data.zero_()
+    silent = guessed(drafter, target)
+    silent.total.backward()
+    factors = torch.tensor([DECAY**depth for depth in range(STEPS)], dtype=torch.float64)
+    divergence, weight, alpha = (
+        values.double()
+        for values in (silent.sums.divergence, silent.sums.weight, silent.sums.alpha)
+    )
+    expected = (factors * (divergence + weight * torch.log(torch.tensor(2.0)))).sum()
+    torch.testing.assert_close(silent.total.detach().double(), expected, rtol=1e-5, atol=1e-5)
+    expected = (factors * (0.5 * weight - alpha)).sum()
+    torch.testing.assert_close(
+        drafter.confidence_head.proj.bias.grad[0].double(), expected, rtol=1e-4, atol=1e-4
+    )
+    assert not torch.allclose(gradient, drafter.confidence_head.proj.bias.grad)
+
+
+def test_alpha_is_no_way_around_the_divergence(drafter, target):
+    """A guess is trained towards alpha, never alpha towards the guess: what does not feed the guess
+    has the gradient it had."""
+    drafter.confidence_head.proj.weight.data.zero_()
+    grads = []
+    for bias in (-3.0, 3.0):
+        drafter.zero_grad()
+        drafter.confidence_head.proj.bias.data.fill_(bias)
+        guessed(drafter, target).total.backward()
+        grads.append(drafter.markov_head.markov_w2.weight.grad.clone())
+    torch.testing.assert_close(*grads)
