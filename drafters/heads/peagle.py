@@ -172,8 +172,9 @@ class Peagle(CallLoop, Eagle3):
         return ReadBytes(proposal=super().read_bytes().token, token=0)
 
     def _read(self, inputs: DraftInputs, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What the head multiplies [T, H]. `parts`: rows and their numbers of slots [R], positions
-        and embedded tokens of the slots [T], which of these are masks, and which true states."""
+        """States that the head multiplies [T, H]. `parts`: rows and their numbers of slots [R],
+        positions and embedded tokens of the slots [T], which of these are masks, and which true
+        states."""
         rows, counts, position, token, masks, true = parts
         ids = inputs.tokens[token].index_fill(0, masks, self.mask_token)
         hidden = (

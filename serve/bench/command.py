@@ -176,14 +176,14 @@ async def measure(
         for temperature in config.temperature
         for mode in (*config.modes, *config.tree)
     ]
-    for case in cases:
-        # Not timed: the first request of a kind pays for caches that later ones find warm.
-        await clients.get(case.mode, clients[CHAIN]).measure(
-            prompts[:1], _body(config, model, case), 1
-        )
     run = f"bench {uuid.uuid4().hex}"  # Another run may have asked the same server.
     asked, total = 0, config.repeats * len(cases) * len(prompts)
     with closing(Progress("bench", total=total, unit="prompts")) as progress:
+        for case in cases:
+            # Not timed: the first request of a kind pays for caches that later ones find warm.
+            await clients.get(case.mode, clients[CHAIN]).measure(
+                prompts[:1], _body(config, model, case), 1
+            )
         for repeat in range(config.repeats):
             for case in cases:
                 case.passes.append(PassResult())
