@@ -211,6 +211,7 @@ def _indices(runs: list[tuple[int, int]]) -> list[int]:
 
 
 SOURCE = Path(__file__).with_name("logged_cpu.cpp")
+MOST_KEPT = 128  # `kGroups` of the source
 
 
 def _kernel(dtype: torch.dtype) -> Any:
@@ -227,13 +228,15 @@ def prob_arrays_compiled(
 ) -> ProbArrays | None:
     """Arrays of the `TOP` likeliest tokens of logits [n, V], with the logprobs of the
     drafted `tokens` (one that is not known counts as token 0) and, where a temperature is neither 0
-    nor 1, the norm under it; None where no kernel can read them. Raises
-    `IndexError` for a token beyond the vocabulary."""
+    nor 1, the norm under it; None where no kernel can read them or keep that many.
+    Raises `IndexError` for a token beyond the vocabulary."""
     kernel = _kernel(logits.dtype) if logits.stride(-1) == 1 else None
     if kernel is None:
         return None
     count, vocab_size = logits.shape
     kept = min(TOP, vocab_size)
+    if kept > MOST_KEPT:
+        return None
     drafted = np.maximum(np.asarray(tokens, dtype=np.int64), 0)
     if drafted.max(initial=0) >= vocab_size:
         raise IndexError(f"token {drafted.max()} is beyond a vocabulary of {vocab_size}")

@@ -285,8 +285,8 @@ def server_arguments(config: BenchConfig, tree: str = CHAIN) -> list[str]:
         arguments += ["--suffix-max-cached-requests", "0"]
     if tree != CHAIN:
         arguments += ["--tree", tree]
-    elif config.k == "auto":
-        arguments += ["--k", "auto"]
+    elif config.k is not None:
+        arguments += ["--k", config.k]
     if config.max_length is not None:
         arguments += ["--max-length", str(config.max_length)]
     return arguments

@@ -173,7 +173,7 @@ def test_bench_starts_a_server_and_compares_off_with_on(
     lines = [{"prompt": "abcabcabcabc"}, {"messages": chat}]
     prompts.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
     places = f"--target {tiny_target('llama')} --prompts {prompts} --out {out}"
-    sizes = "--ngram --num-prompts 2 --max-tokens 8 --repeats 2 --concurrency 2"
+    sizes = "--ngram --k 3 --num-prompts 2 --max-tokens 8 --repeats 2 --concurrency 2"
     assert main(["bench", *places.split(), *sizes.split()]) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
     cases = [(case["temperature"], case["mode"]) for case in found["cases"]]
