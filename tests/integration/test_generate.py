@@ -375,7 +375,6 @@ KILLED = """
 import os, sys
 from draftsmith import cli
 from draftsmith.distill.generate.answers import AnswerFolder
-build.capture_forwards = lambda *given: None
 add, batches = AnswerFolder.add, 0
 def add_then_die(self, shard, rows):
     global batches

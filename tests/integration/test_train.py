@@ -64,7 +64,7 @@ def train(target_folder: str, data: Path, tmp_path: Path) -> Callable[..., Proce
 
 
 def config(target_folder: str, data: Path, out: Path, **changes: object) -> TrainConfig:
-    values = {"target": target_folder, "data": str(data), "out": str(out), "dtype": "float32"}
+    values = {"target": target_folder, "data": (str(data),), "out": str(out), "dtype": "float32"}
     return TrainConfig(**{"family": "eagle3"} | values | changes)
 
 
