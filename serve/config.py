@@ -249,6 +249,8 @@ class HttpOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class NumDrafted:
+    """Number of drafted tokens of a round, fixed or by `auto`."""
+
     HELP_TITLE: ClassVar[str] = SPECULATION_HELP
 
     k: str | None = option(
