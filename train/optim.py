@@ -19,7 +19,6 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import pins
-from draftsmith.kernels.products.float32_products import multiply
 from draftsmith.train.config import OptimConfig
 
 BETAS = (0.9, 0.95)  # of AdamW, in training that is not online
@@ -112,8 +111,8 @@ def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float]) -
     found = found.T.contiguous() if is_tall else found
     found = found / found.norm().clamp(min=1e-7)
     for _ in range(5):
-        square = multiply(found, found.T)
-        found = a * found + multiply(b * square + c * multiply(square, square), found)
+        square = found @ found.T
+        found = a * found + (b * square + c * (square @ square)) @ found
     return (found.T if is_tall else found).to(matrix.dtype)
 
 

@@ -14,7 +14,6 @@ import torch
 
 from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch, UnrolledStep, head_of
-from draftsmith.kernels.products.float32_products import multiply
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.top_tokens import TopProbs, top_overlap
 from draftsmith.record import Distributions, ProbArrays, RoundRecord, sampler_of
@@ -225,9 +224,9 @@ class DraftedPositions:
         hidden, number = self.hidden[part], self.number[part]
         heads = [head_of(step, self.drafter) for step in self.steps]
         if all(head is heads[0] for head in heads):
-            return multiply(hidden, heads[0].T).float()
+            return (hidden @ heads[0].T).float()
         logits = hidden.new_empty(len(hidden), heads[0].shape[0])
         for index, head in enumerate(heads):
             mine = number == index
-            logits[mine] = multiply(hidden[mine], head.T)
+            logits[mine] = hidden[mine] @ head.T
         return logits.float()

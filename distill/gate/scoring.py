@@ -39,7 +39,6 @@ from draftsmith.distill.gate.logged import (
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.acceptance import probabilities, shared_mass
-from draftsmith.kernels.products.float32_products import faster_linears
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import mask_of, padded
@@ -175,15 +174,14 @@ def score_drafters(
     for index, one in enumerate(drafters):
         by_taps.setdefault(one.taps, []).append(index)
     scored: list[list[Scored]] = [[] for _ in drafters]
-    with faster_linears(target.device):
-        for begin in range(0, len(texts), batch):
-            part = texts[begin : begin + batch]
-            for taps, alike in by_taps.items():
-                read = TargetSide.of(target, reader, taps, part, max_length)
-                chosen = [drafters[index] for index in alike]
-                found = _score_batch(chosen, part, read, max_depth, max_length)
-                for index, of_texts in zip(alike, found, strict=True):
-                    scored[index] += of_texts
+    for begin in range(0, len(texts), batch):
+        part = texts[begin : begin + batch]
+        for taps, alike in by_taps.items():
+            read = TargetSide.of(target, reader, taps, part, max_length)
+            chosen = [drafters[index] for index in alike]
+            found = _score_batch(chosen, part, read, max_depth, max_length)
+            for index, of_texts in zip(alike, found, strict=True):
+                scored[index] += of_texts
     return scored
 
 

@@ -16,7 +16,7 @@ from draftsmith.kernels.dispatch import reads_freely
 from draftsmith.kernels.host_compiler import HEADERS
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, few_rows
-from draftsmith.kernels.products.float32_products import LEAST_WIDENED, NARROW, widened, widens
+from draftsmith.kernels.products.narrow_products import LEAST_WIDENED, NARROW, widened, widens
 from draftsmith.kernels.products.readings import LEAST_BYTES
 from draftsmith.kernels.products.row_steps import RowSteps
 

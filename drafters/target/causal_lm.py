@@ -26,7 +26,7 @@ from draftsmith.drafters.target.quantised import effective_weight, has_numbers
 from draftsmith.drafters.target.taps import FINAL, body_name, captured, check_taps, decoder_layers
 from draftsmith.drafters.weights import weight_bytes
 from draftsmith.kernels.attention.pool import LayerShape, PagedPool
-from draftsmith.kernels.products.float32_products import faster_linears
+from draftsmith.kernels.products.narrow_products import faster_linears
 
 # Longest text of a model that counts no positions, as Mamba.
 NO_POSITIONS = 131_072

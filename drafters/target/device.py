@@ -22,7 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.kernels.host_memory import affordable_copies, host_bytes
 from draftsmith.kernels.measured import CHOICES, Choices
 from draftsmith.kernels.products.fast_types import Use, name_of, speed_of
-from draftsmith.kernels.products.float32_products import NARROW
+from draftsmith.kernels.products.narrow_products import NARROW
 from draftsmith.progress import say
 
 # Without "auto", which each use decides for itself.

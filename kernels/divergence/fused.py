@@ -19,7 +19,6 @@ from draftsmith.kernels.dispatch import autocast_dtype, reads_freely
 from draftsmith.kernels.divergence.kind import DivergenceKind
 from draftsmith.kernels.divergence.rows import RowInputs, RowTerms, divergence_terms, draft_columns
 from draftsmith.kernels.divergence.sparse import check_sparse, sparse_rows
-from draftsmith.kernels.products.float32_products import is_faster, multiply
 from draftsmith.kernels.sampling.top_tokens import TopProbs
 
 # Draft logits of one chunk on an accelerator. Every chunk reads the draft head twice and its
@@ -29,8 +28,7 @@ CHUNK_BYTES = 1 << 29
 # rounds once, as the result does anyway, and the buffer is half as large. More chunks, or any other
 # head, add up in float32.
 FEW_CHUNKS = 16
-# A block of the head's gradient while it is added up in more digits than the product has, or from a
-# product that adds nothing up.
+# A block of the head's gradient while it is added up in more digits than the product has.
 PRODUCT_ELEMENTS = 1 << 26
 CPU_PRODUCT_ELEMENTS = 1 << 22
 # On a CPU: rows enough to pay for reading the draft head.
@@ -91,8 +89,7 @@ def divergence(
         vocab_map: [Vd] target id of each draft id; None when the vocabularies are the same.
         tokens: [T] target ids of the text, for `keep` and for ce.
         impl: "auto", "triton" or "torch", for the row-wise part; all of a sparse distribution
-        is torch's. "auto" on a CPU is a compiled kernel where there is one. Products are those of
-        `float32_products.multiply`.
+        is torch's. "auto" on a CPU is a compiled kernel where there is one.
         chunk_size: rows a chunk; by default what suits the device.
 
     Under autocast the products run in its type. Backward runs once.
@@ -210,9 +207,9 @@ def _chunk(
     """(loss, alpha, keep, outside) of the rows of one chunk; its logits are gone when
     it returns."""
     states = hidden[part].to(job.dtype)
-    terms = job.rows(multiply(states, head.T), part)
+    terms = job.rows(states @ head.T, part)
     if gradients.hidden is not None:
-        gradients.hidden[part] = multiply(terms.grad, head)
+        gradients.hidden[part] = terms.grad @ head
     if gradients.head is not None:
         # 0 * NaN is NaN: the hidden state of a row without weight must not reach the product
         # either.
@@ -231,14 +228,14 @@ def _sum_dtype(head: torch.Tensor, job: _Job) -> torch.dtype:
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, states: torch.Tensor) -> None:
     """total [Vd, H] += grad [t, Vd].T @ states [t, H]."""
-    if total.dtype == states.dtype and not is_faster(grad.T, states):
+    if total.dtype == states.dtype:
         total.addmm_(grad.T, states)
         return
     on_cpu = reads_freely(states.device)
     elements = min(PRODUCT_ELEMENTS, CPU_PRODUCT_ELEMENTS) if on_cpu else PRODUCT_ELEMENTS
     step = max(1, elements // states.shape[-1])
     for begin in range(0, len(total), step):
-        total[begin : begin + step] += multiply(grad[:, begin : begin + step].T, states)
+        total[begin : begin + step] += grad[:, begin : begin + step].T @ states
 
 
 class _Fused(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, few_rows
-from draftsmith.kernels.products.float32_products import NARROW, multiply, widened, widens
+from draftsmith.kernels.products.narrow_products import NARROW, widened, widens
 
 # Products of a pass of a target whose weights are laid out for few rows, of one whose weights are
 # torch's, and of a training step.
@@ -78,9 +78,9 @@ def _step(dtype: torch.dtype) -> Way:
 
     def work() -> None:
         states, narrow = rows.to(dtype), weight.to(dtype)
-        grad = multiply(states, narrow.T)
-        multiply(grad, narrow)
-        multiply(grad.T, states)
+        grad = torch.mm(states, narrow.T)
+        torch.mm(grad, narrow)
+        torch.mm(grad.T, states)
 
     return work
 

@@ -7,7 +7,6 @@
 // weights lies before the group of what it lets through.
 
 #include <algorithm>
-#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -419,7 +418,7 @@ void multiply_groups(const Product<T>& p, int64_t group, int64_t groups, const T
 }
 
 // Outputs of a group, whose weights are laid out in `weights`.
-template <typename T, bool kGated = false>
+template <typename T, bool kGated>
 void multiply_outputs(const Product<T>& p, int64_t group, const T* weights) {
   const int64_t outputs = outputs_of(p.num_outputs - group * kGroup);
   if (outputs == kGroup)
@@ -474,35 +473,7 @@ void lay_out(const T* weights, T* out, int64_t width, int64_t num_outputs, int t
   });
 }
 
-// A group of `weights` [width, num_outputs] in float32.
-void lay_out_columns(const float* weights, float* to, int64_t width, int64_t num_outputs,
-                     int64_t group) {
-  const int64_t rest = num_outputs - group * kGroup, outputs = outputs_of(rest);
-  for (int64_t d = 0; d < width; d++) {
-    const float* from = weights + d * num_outputs + group * kGroup;
-    for (int64_t i = 0; i < outputs; i++) to[d * outputs + i] = i < rest ? from[i] : 0;
-  }
-}
-
-// `weights` as they are, [num_outputs, width] or by columns [width, num_outputs]: a group is laid
-// out before all rows meet it.
-void multiply_plain(const Product<float>& p, bool by_columns, int threads) {
-  const int64_t groups = (p.num_outputs + kGroup - 1) / kGroup;
-  each(groups, threads, [=](int64_t group) {
-    std::unique_ptr<float[]> panel(new float[kGroup * p.width]);
-    (by_columns ? lay_out_columns : lay_out_group<float>)(p.weights, panel.get(), p.width,
-                                                          p.num_outputs, group);
-    multiply_outputs<float>(p, group, panel.get());
-  });
-}
-
 }  // namespace
-
-extern "C" void multiply_plain_float32(const float* rows, const float* weights, const float* bias,
-                                       float* out, int64_t num_rows, int64_t width,
-                                       int64_t num_outputs, int by_columns, int threads) {
-  multiply_plain({rows, weights, bias, nullptr, out, num_rows, width, num_outputs}, by_columns != 0, threads);
-}
 
 #define PRODUCTS(name, T)                                                                          \
   extern "C" void multiply_##name(const T* rows, const T* weights, const T* bias, T* out,          \

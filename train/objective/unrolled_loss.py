@@ -15,7 +15,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from draftsmith.drafters.interface import TextBatch, TrainedDrafter, UnrolledStep
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import FORWARD_KL, DivergenceKind
-from draftsmith.kernels.products.float32_products import faster_linears
 from draftsmith.train.objective.teacher import TargetSignals, TargetSource
 
 
@@ -67,12 +66,11 @@ def unrolled_loss(
     the draft runs once per step. Gradients reach the draft only."""
     with torch.no_grad():
         signals = source.read(text, drafter.taps)
-    with faster_linears(text.input_ids.device):
-        steps = list(drafter.unroll(text.unrolled(signals.taps, num_steps)))
-        predicted = [select(step, text) for step in steps]
-        factors = step_factors(decay, num_steps, len(steps))
-        weights = torch.cat([factor * one.weights for factor, one in zip(factors, predicted)])
-        result = _divergence(drafter, signals, predicted, weights, kind)
+    steps = list(drafter.unroll(text.unrolled(signals.taps, num_steps)))
+    predicted = [select(step, text) for step in steps]
+    factors = step_factors(decay, num_steps, len(steps))
+    weights = torch.cat([factor * one.weights for factor, one in zip(factors, predicted)])
+    result = _divergence(drafter, signals, predicted, weights, kind)
     # The zero keeps every rank's graph alike when a rank has no trained position at some depth.
     total = (
         result.loss
