@@ -8,7 +8,6 @@ laid out beforehand, torch's, or the kernel's too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -18,7 +17,6 @@ from draftsmith.kernels.measured import CHOICES, Choices, Way
 from draftsmith.kernels.products.few_rows import MOST_ROWS, SOURCE, few_rows
 from draftsmith.kernels.products.narrow_products import LEAST_WIDENED, NARROW, widened, widens
 from draftsmith.kernels.products.readings import LEAST_BYTES
-from draftsmith.kernels.products.row_steps import RowSteps
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _plain = torch._C._nn.linear
@@ -48,8 +46,6 @@ class PackedLinear:
     are made of them: for few rows, then oneDNN's for more. `pass_bytes`: of all weights that are
     read in a pass."""
 
-    gated = False
-
     def __init__(
         self,
         weights: Sequence[torch.Tensor],
@@ -74,9 +70,7 @@ class PackedLinear:
             return False
         joined = torch.cat(self.weights).detach()
         self._bias = self._joined_bias()
-        self.few = few_rows(
-            joined, self._bias, gated=self.gated, pass_bytes=self._pass_bytes, choices=self._choices
-        )
+        self.few = few_rows(joined, self._bias, pass_bytes=self._pass_bytes, choices=self._choices)
         self.way = self._fastest(joined)
         # Without a kernel one way is that of few rows too.
         self._widens = self.way == WIDENED or (
@@ -104,13 +98,12 @@ class PackedLinear:
             if PACKED in names and (packed := _laid_out(weight)) is not None:
                 ways[PACKED] = lambda: _linear(rows, packed, None, "none", [], "")
             if few is not None:
-                ways[KERNEL] = lambda: few.first(rows, -(-num_outputs // few.halves))
+                ways[KERNEL] = lambda: few.first(rows, num_outputs)
             if WIDENED in names and joined.dtype in NARROW:
                 ways[WIDENED] = lambda: widened(rows, weight)
             return ways
 
         shape = [joined.dtype, f"{width} wide", f"{num_outputs} outputs", f"{count} rows"]
-        shape += ["gated"] if few and self.gated else []
         shape += [] if PACKED in names else ["one copy"]
         sources = [SOURCE, *HEADERS]
         return self._choices.fastest("many rows", shape, names, prepare, sources=sources)
@@ -151,29 +144,6 @@ class PackedLinear:
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
         return _linear(rows, self._packed, self._bias, "none", [], "")
-
-
-class GatedLinear(PackedLinear):
-    """Two layers of as many outputs, the first of which opens a gate for the second's: one output,
-    silu(x) * y of their outputs x and y. `options` as `PackedLinear` has them."""
-
-    gated = True
-
-    def __init__(
-        self,
-        weights: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor | None],
-        steps: RowSteps,
-        **options: Any,
-    ):
-        self._steps = steps
-        super().__init__(weights, biases, **options)
-
-    def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """[1, T, in] -> ([1, T, out],)."""
-        if self.few is not None and (rows.shape[1] <= MOST_ROWS or self.way == KERNEL):
-            return (self.few(rows),)
-        return (self._steps.gate(*self._many(rows)),)
 
 
 def _laid_out(weight: torch.Tensor) -> torch.Tensor | None:

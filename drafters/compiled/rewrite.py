@@ -8,14 +8,12 @@ pass depends on a model family: each looks for a pattern that is worth it wherev
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from draftsmith.drafters.compiled.packed_linear import GatedLinear, PackedLinear, packable
+from draftsmith.drafters.compiled.packed_linear import PackedLinear, packable
 from draftsmith.drafters.compiled.patterns import (
     bias_of,
     call_directly,
@@ -102,34 +100,11 @@ def pack_linears(module: GraphModule, copies: int) -> list[PackedLinear]:
         if weight.op == "get_attr" and packable(tensor(module, weight)):
             groups[node.args[0]].append(node)
     read = (tensor(module, one.args[1]).nbytes for nodes in groups.values() for one in nodes)
-    options = {"copies": copies, "pass_bytes": sum(read)}
-    return [
-        _pack(module, f"_packed{index}", nodes, options)
-        for index, nodes in enumerate(groups.values())
-    ]
-
-
-def _pack(
-    module: GraphModule, name: str, nodes: list[Node], options: Mapping[str, Any]
-) -> PackedLinear:
-    gate = _gate_of(nodes)
-    linears = nodes if gate is None else gate.args
-    weights = [tensor(module, node.args[1]) for node in linears]
-    biases = [bias_of(module, node) for node in linears]
-    if gate is None:
-        packed = PackedLinear(weights, biases, **options)
-    else:
-        packed = GatedLinear(weights, biases, gate.target.__self__, **options)
-    # Not the group's own key, in whose place another call may stand by now.
-    join(module, name, linears[0].args[0], nodes if gate is None else [gate], packed)
+    pass_bytes, packed = sum(read), []
+    for index, nodes in enumerate(groups.values()):
+        weights = [tensor(module, node.args[1]) for node in nodes]
+        biases = [bias_of(module, node) for node in nodes]
+        packed.append(PackedLinear(weights, biases, copies=copies, pass_bytes=pass_bytes))
+        # Not the group's own key, in whose place another call may stand by now.
+        join(module, f"_packed{index}", nodes[0].args[0], nodes, packed[-1])
     return packed
-
-
-def _gate_of(nodes: list[Node]) -> Node | None:
-    """The gate that alone reads two linears."""
-    users = {user for node in nodes for user in node.users}
-    if len(nodes) != 2 or len(users) != 1:
-        return None
-    (gate,) = users
-    is_gate = getattr(gate.target, "__func__", None) is RowSteps.gate
-    return gate if is_gate and set(gate.args) == set(nodes) else None

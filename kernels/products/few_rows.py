@@ -29,32 +29,23 @@ class _Kernel(NamedTuple):
     lay_out: Any
 
 
-def _kernel(dtype: torch.dtype, gated: bool = False) -> _Kernel | None:
-    kind = "_gated" if gated else ""
-    multiply = function_of(SOURCE, f"multiply{kind}", "ppppnnnni", dtype)
-    lay_out = function_of(SOURCE, f"lay_out{kind}", "ppnni", dtype)
+def _kernel(dtype: torch.dtype) -> _Kernel | None:
+    multiply = function_of(SOURCE, "multiply", "ppppnnnni", dtype)
+    lay_out = function_of(SOURCE, "lay_out", "ppnni", dtype)
     return None if multiply is None else _Kernel(multiply, lay_out)
 
 
 class FewRows:
     """Products with one copy of a weight `[out, in]`; made by `few_rows`. A row's does not depend
-    on the other rows, nor on their number. `gated`: as `few_rows` has it. `readings`: as
-    `readings.packed` gives them."""
+    on the other rows, nor on their number. `readings`: as `readings.packed` gives them."""
 
     def __init__(
-        self,
-        kernel: _Kernel,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        gated: bool,
-        readings: int,
+        self, kernel: _Kernel, weight: torch.Tensor, bias: torch.Tensor | None, *, readings: int
     ):
-        halves = 2 if gated else 1
         self.readings, self.dtype = readings, weight.dtype
-        self.halves, self.num_outputs, self.width = halves, len(weight) // halves, weight.shape[1]
+        self.num_outputs, self.width = weight.shape
         self.function, self._bias = kernel.multiply, bias  # as `call_list` calls it
-        room = -(-self.num_outputs // _NARROW) * _NARROW * halves
+        room = -(-self.num_outputs // _NARROW) * _NARROW
         self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
         self.pointers = (self._weight.data_ptr(), address_of(bias))
         kernel.lay_out(
@@ -96,17 +87,14 @@ def few_rows(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *,
-    gated: bool = False,
     pass_bytes: int | None = None,
     choices: Choices = CHOICES,
 ) -> FewRows | None:
     """`weight` [out, in] and `bias` [out] laid out for a few rows; None where that is not possible:
     no C++ compiler, another dtype than float32 and bfloat16, an odd width in bfloat16.
-    `gated`: silu(x) * y, where x are the products with the first half of `weight` [2 * out, in] and
-    y those with the second, both rounded to the dtype, as is silu(x). `pass_bytes`: of all weights
-    that a pass reads, by default of this one alone."""
-    (rows, width), dtype = weight.shape, weight.dtype
-    kernel = _kernel(dtype, gated)
+    `pass_bytes`: of all weights that a pass reads, by default of this one alone."""
+    (num_outputs, width), dtype = weight.shape, weight.dtype
+    kernel = _kernel(dtype)
     if kernel is None or width % STEPS[dtype]:
         return None
 
@@ -115,14 +103,9 @@ def few_rows(
         sizes = (count, width, outputs, readings, torch.get_num_threads())
         kernel.multiply(ones.data_ptr(), weights, None, out.data_ptr(), *sizes)
 
-    halves = 2 if gated else 1
     weights = ReadWeights(
-        (dtype, *(["gated"] if gated else []), f"{width} wide"),
-        rows // halves,
-        halves * width * dtype.itemsize,
-        multiply,
-        SOURCE,
+        (dtype, f"{width} wide"), num_outputs, width * dtype.itemsize, multiply, SOURCE
     )
     readings = fastest_readings(weights, max(pass_bytes or 0, weight.nbytes), choices)
     bias = None if bias is None else bias.to(dtype).contiguous()
-    return FewRows(kernel, weight.contiguous(), bias, gated=gated, readings=readings)
+    return FewRows(kernel, weight.contiguous(), bias, readings=readings)

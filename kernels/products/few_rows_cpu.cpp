@@ -3,8 +3,7 @@
 //
 // Outputs are taken in groups of three registers, the last ones in as many registers as they need. The
 // weights of a group lie together: for each step along the width (one number, or two of bfloat16)
-// those of its first output, of its second, and so on. Of a gated product each group of the gate's
-// weights lies before the group of what it lets through.
+// those of its first output, of its second, and so on.
 
 #include <algorithm>
 #include <type_traits>
@@ -37,7 +36,6 @@ constexpr int64_t kPart = 512;  // of the width, whose products are summed apart
 // cache for so many bytes of an output; those of bfloat16 are widened there, once for all rows.
 constexpr bool kManyInPieces = kLanes < 16;
 constexpr int64_t kPieceBytes = 64;
-constexpr int64_t kGateAhead = 768;  // bytes that arrive while a row's gates of a group are computed
 
 // Where weights that are asked for early wait: in the nearest cache, in a farther one, or in none for
 // long, so that these are left to what else a round reads. `kAskedFor`: they were asked for before.
@@ -361,44 +359,9 @@ void finish(const Product<T>& p, int64_t group, const Lanes (*sums)[kBlocks]) {
   }
 }
 
-// silu(x) * factor of rows of `kGroup` numbers, of which `count` are meant; weights from `ahead` on, if
-// given, are asked for meanwhile. Apart from the sums: beside them the compiler keeps too little in
-// registers.
-template <typename T>
-DRAFTSMITH_ONCE void gate(const T* x, const T* factor, T* out, int64_t num_rows, int64_t count,
-                          int64_t out_stride, const char* ahead) {
-  for (int64_t r = 0; r < num_rows; r++) {
-    if (ahead)
-      for (int64_t i = 0; i < kGateAhead; i += kLine, ahead += kLine) __builtin_prefetch(ahead, 0, 0);
-    for (int64_t i = 0; i < count; i++)
-      narrow(gated(x[r * kGroup + i], factor[r * kGroup + i]), out + r * out_stride + i);
-  }
-}
-
-// The same of a gated product, where the sums of the group's factors stand behind the gate's; `next`:
-// weights that are read next.
-template <typename T, int kBlocks>
-void finish_gated(const Product<T>& p, int64_t group, const Lanes (*sums)[kBlocks], const T* next) {
-  T halves[2][kNear * kGroup];
-  const int64_t first = group * kGroup, rest = p.num_outputs - first;
-  for (int half = 0; half < 2; half++, sums += kNear) {
-    const T* biases = p.bias ? p.bias + half * p.num_outputs : nullptr;
-    for (int b = 0; b < kBlocks; b++) {
-      const int64_t begin = b * kLanes, lanes = rest - begin < kLanes ? rest - begin : kLanes;
-      const Lanes bias = bias_of(biases, first + begin, lanes);
-      for (int64_t r = 0; r < p.num_rows; r++)
-        store(sums[r][b] + bias, halves[half] + r * kGroup + begin);
-    }
-  }
-  const char* ahead = p.reading.stay == kPast ? (const char*)next + p.reading.ahead : nullptr;
-  gate(halves[0], halves[1], p.out + first, p.num_rows, rest < kGroup ? rest : kGroup,
-       p.num_outputs, ahead);
-}
-
 // Outputs of `groups` groups of one size.
-template <typename T, bool kGated, int kBlocks>
+template <typename T, int kBlocks>
 void multiply_groups(const Product<T>& p, int64_t group, int64_t groups, const T* weights) {
-  constexpr int64_t kHalves = kGated ? 2 : 1;
   Lanes sums[kMostPanels * kNear][kBlocks];
   for (int64_t row = 0; row < p.num_rows; row += kNear) {
     Product<T> near = p;
@@ -406,41 +369,34 @@ void multiply_groups(const Product<T>& p, int64_t group, int64_t groups, const T
     if (p.wide) near.wide += row * p.width;
     near.out += row * p.num_outputs;
     near.num_rows = p.num_rows - row < kNear ? p.num_rows - row : kNear;
-    sum_near<T, kBlocks>(near, weights, groups * kHalves, sums);
-    for (int64_t i = 0; i < groups; i++) {
-      if constexpr (kGated)
-        finish_gated<T, kBlocks>(near, group + i, sums + i * kHalves * kNear,
-                                 weights + groups * kHalves * kBlocks * kLanes * p.width);
-      else
-        finish<T, kBlocks>(near, group + i, sums + i * kNear);
-    }
+    sum_near<T, kBlocks>(near, weights, groups, sums);
+    for (int64_t i = 0; i < groups; i++) finish<T, kBlocks>(near, group + i, sums + i * kNear);
   }
 }
 
 // Outputs of a group, whose weights are laid out in `weights`.
-template <typename T, bool kGated>
+template <typename T>
 void multiply_outputs(const Product<T>& p, int64_t group, const T* weights) {
   const int64_t outputs = outputs_of(p.num_outputs - group * kGroup);
   if (outputs == kGroup)
-    multiply_groups<T, kGated, 3>(p, group, 1, weights);
+    multiply_groups<T, 3>(p, group, 1, weights);
   else if (outputs == 2 * kLanes)
-    multiply_groups<T, kGated, 2>(p, group, 1, weights);
+    multiply_groups<T, 2>(p, group, 1, weights);
   else
-    multiply_groups<T, kGated, 1>(p, group, 1, weights);
+    multiply_groups<T, 1>(p, group, 1, weights);
 }
 
-template <typename T, bool kGated>
+template <typename T>
 void multiply(const Product<T>& p, int threads) {
-  const int64_t groups = (p.num_outputs + kGroup - 1) / kGroup, halves = kGated ? 2 : 1;
-  // Groups that a step takes, all of them whole.
-  const int64_t taken = p.reading.panels > halves ? p.reading.panels / halves : 1;
+  const int64_t groups = (p.num_outputs + kGroup - 1) / kGroup;
+  const int64_t taken = p.reading.panels;  // groups that a step takes, all of them whole
   each((groups + taken - 1) / taken, threads, [=](int64_t step) {
     const int64_t first = step * taken;
-    const T* weights = p.weights + first * p.width * kGroup * halves;
+    const T* weights = p.weights + first * p.width * kGroup;
     if ((first + taken) * kGroup <= p.num_outputs)
-      return multiply_groups<T, kGated, 3>(p, first, taken, weights);
-    for (int64_t group = first; group < groups; group++, weights += p.width * kGroup * halves)
-      multiply_outputs<T, kGated>(p, group, weights);
+      return multiply_groups<T, 3>(p, first, taken, weights);
+    for (int64_t group = first; group < groups; group++, weights += p.width * kGroup)
+      multiply_outputs<T>(p, group, weights);
   });
 }
 
@@ -460,16 +416,11 @@ void lay_out_group(const T* weights, T* to, int64_t width, int64_t num_outputs, 
     }
 }
 
-// All groups; of a gated product `weights` are [2 * num_outputs, width], the gate's first.
-template <typename T, bool kGated>
+// All groups.
+template <typename T>
 void lay_out(const T* weights, T* out, int64_t width, int64_t num_outputs, int threads) {
-  const int64_t groups = (num_outputs + kGroup - 1) / kGroup;
-  each(groups, threads, [=](int64_t group) {
-    T* to = out + group * width * kGroup * (kGated ? 2 : 1);
-    lay_out_group(weights, to, width, num_outputs, group);
-    if (kGated)
-      lay_out_group(weights + num_outputs * width,
-                    to + outputs_of(num_outputs - group * kGroup) * width, width, num_outputs, group);
+  each((num_outputs + kGroup - 1) / kGroup, threads, [=](int64_t group) {
+    lay_out_group(weights, out + group * width * kGroup, width, num_outputs, group);
   });
 }
 
@@ -479,24 +430,13 @@ void lay_out(const T* weights, T* out, int64_t width, int64_t num_outputs, int t
   extern "C" void multiply_##name(const T* rows, const T* weights, const T* bias, T* out,          \
                                   int64_t num_rows, int64_t width, int64_t num_outputs,            \
                                   int64_t readings, int threads) {                                 \
-    multiply<T, false>({rows, weights, bias, wide_rows(rows, num_rows, width), out, num_rows,      \
-                        width, num_outputs, reading_of(readings, num_rows)},                       \
-                       threads);                                                                   \
-  }                                                                                                \
-  extern "C" void multiply_gated_##name(const T* rows, const T* weights, const T* bias, T* out,    \
-                                        int64_t num_rows, int64_t width, int64_t num_outputs,      \
-                                        int64_t readings, int threads) {                           \
-    multiply<T, true>({rows, weights, bias, wide_rows(rows, num_rows, width), out, num_rows,       \
-                       width, num_outputs, reading_of(readings, num_rows)},                        \
-                      threads);                                                                    \
+    multiply<T>({rows, weights, bias, wide_rows(rows, num_rows, width), out, num_rows, width,      \
+                 num_outputs, reading_of(readings, num_rows)},                                     \
+                threads);                                                                          \
   }                                                                                                \
   extern "C" void lay_out_##name(const T* weights, T* out, int64_t width, int64_t num_outputs,     \
                                  int threads) {                                                    \
-    lay_out<T, false>(weights, out, width, num_outputs, threads);                                  \
-  }                                                                                                \
-  extern "C" void lay_out_gated_##name(const T* weights, T* out, int64_t width,                    \
-                                       int64_t num_outputs, int threads) {                         \
-    lay_out<T, true>(weights, out, width, num_outputs, threads);                                   \
+    lay_out<T>(weights, out, width, num_outputs, threads);                                         \
   }
 
 PRODUCTS(float32, float)

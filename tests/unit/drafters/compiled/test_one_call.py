@@ -95,9 +95,9 @@ def test_one_call_gives_the_bits_of_many(tiny_target, architecture, dtype, monke
     with one_by_one(target):
         expected = read_two(target, PASSES, TAPS).everything
     if architecture == "llama":
-        # Two norms, four products, one of them gated, two rotations, attention and two sums; before
-        # them rows of the embedding and of both tables of angles, one norm behind.
-        assert len(body(target)._one_call.calls.calls) == 3 + 11 * target.num_layers + 1
+        # Two norms, four products, a gate, two rotations, attention and two sums; before them rows
+        # of the embedding and of both tables of angles, one norm behind.
+        assert len(body(target)._one_call.calls.calls) == 3 + 12 * target.num_layers + 1
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     # What an earlier pass gave is not written again: all of it was compared after the last one.

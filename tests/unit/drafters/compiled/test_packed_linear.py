@@ -9,17 +9,10 @@ import pytest
 import torch
 
 from draftsmith.drafters.compiled import packed_linear
-from draftsmith.drafters.compiled.packed_linear import (
-    KERNEL,
-    PACKED,
-    PLAIN,
-    GatedLinear,
-    PackedLinear,
-)
+from draftsmith.drafters.compiled.packed_linear import KERNEL, PACKED, PLAIN, PackedLinear
 from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products.few_rows import MOST_ROWS, few_rows
 from draftsmith.kernels.products.readings import LEAST_BYTES
-from draftsmith.kernels.products.row_steps import row_steps
 
 ENOUGH = LEAST_BYTES  # for a choice to be made by time
 needs_compiler = pytest.mark.skipif(
@@ -42,13 +35,16 @@ def test_rows_of_any_number_equal_plain_layers(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_number_of_rows_follows_weights_written_in_place(dtype: torch.dtype) -> None:
+def test_every_number_of_rows_follows_weights_written_in_place(
+    dtype: torch.dtype, copies: int
+) -> None:
     """Few rows and many have layouts of their own; all are refreshed."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(size, 64, generator=generator).to(dtype) for size in (8, 24)]
     bias = torch.randn(24, generator=generator).to(dtype)
-    packed = PackedLinear(weights, [None, bias])
+    packed = PackedLinear(weights, [None, bias], copies=copies)
     for scale in (1.0, 3.0):
         with torch.inference_mode():
             for weight in weights:
@@ -65,52 +61,26 @@ def test_every_number_of_rows_follows_weights_written_in_place(dtype: torch.dtyp
             assert norm.item() < tolerance
 
 
-@needs_compiler
-@pytest.mark.parametrize("copies", [1, 2])
-def test_a_gated_layer_is_the_gate_of_its_products(copies: int) -> None:
-    """Of any number of rows, as weights written in place have it."""
-    generator, steps = torch.Generator().manual_seed(0), row_steps(torch.float32)
-    assert steps is not None
-    weights = [torch.randn(40, 24, generator=generator) for _ in range(2)]
-    bias = torch.randn(40, generator=generator)
-    gated = GatedLinear(weights, [bias, None], steps, copies=copies)
-    for scale in (1.0, 3.0):
-        with torch.inference_mode():
-            weights[1].mul_(scale)
-            gated.refresh()
-            rows = torch.randn(1, MOST_ROWS + 5, 24, generator=generator)
-            opened = torch.nn.functional.silu(torch.nn.functional.linear(rows, weights[0], bias))
-            expected = opened * (rows @ weights[1].T)
-            for count in (1, MOST_ROWS, MOST_ROWS + 5):
-                (found,) = gated(rows[:, :count])
-                torch.testing.assert_close(found, expected[:, :count], rtol=1e-4, atol=1e-4)
-
-
 def preferring(way: str, folder: Path) -> Choices:
     return Choices(folder, lambda name, run: 1.0 if name == way else 2.0)
 
 
 @needs_compiler
-@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("way", [PACKED, PLAIN, KERNEL])
-def test_the_fastest_way_multiplies_many_rows(tmp_path: Path, way: str, gated: bool) -> None:
+def test_the_fastest_way_multiplies_many_rows(tmp_path: Path, way: str) -> None:
     """oneDNN's copy is made only where it is used; few rows have the same bits for all."""
-    generator, steps = torch.Generator().manual_seed(0), row_steps(torch.float32)
+    generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(40, 24, generator=generator) for _ in range(2)]
     biases = [torch.randn(40, generator=generator), None]
-    make = (
-        (lambda **more: GatedLinear(weights, biases, steps, **more))
-        if gated
-        else (lambda **more: PackedLinear(weights, biases, **more))
-    )
-    packed = make(pass_bytes=ENOUGH, choices=preferring(way, tmp_path))
+    plain = PackedLinear(weights, biases)
+    packed = PackedLinear(weights, biases, pass_bytes=ENOUGH, choices=preferring(way, tmp_path))
     assert packed.way == way and (packed._packed is None) == (way != PACKED)
     rows = torch.randn(1, MOST_ROWS + 3, 24, generator=generator)
     with torch.inference_mode():
-        found, few, expected = packed(rows), packed(rows[:, :5]), make()(rows)
+        found, few, expected = packed(rows), packed(rows[:, :5]), plain(rows)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        assert all(map(torch.equal, few, make()(rows[:, :5])))
+        assert all(map(torch.equal, few, plain(rows[:, :5])))
     is_kernels = all(torch.equal(one[:, :5], other) for one, other in zip(found, few, strict=True))
     assert is_kernels or way != KERNEL
 

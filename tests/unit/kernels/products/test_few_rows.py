@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from draftsmith.kernels.measured import Choices
 from draftsmith.kernels.products import few_rows as module
 from draftsmith.kernels.products.few_rows import MOST_ROWS, FewRows, few_rows
 from draftsmith.kernels.products.readings import CANDIDATES, LEAST_BYTES
-from draftsmith.kernels.products.row_steps import row_steps
 
 pytestmark = pytest.mark.skipif(
     module._kernel(torch.float32) is None, reason="there is no C++ compiler"
@@ -94,43 +92,23 @@ def test_a_rows_product_does_not_depend_on_the_other_rows(dtype: torch.dtype) ->
     assert torch.equal(found[others], together[others])
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize(("units", "width"), [*SHAPES, (96, 8), (144, 514), (8500, 256)])
-def test_a_gated_product_has_the_bits_of_product_and_gate(
-    units: int, width: int, dtype: torch.dtype
-) -> None:
-    """The last shape is more than is kept in caches."""
-    rows, weight, bias = case(2 * units, width, dtype)
-    steps = row_steps(dtype)
-    assert steps is not None
-    for offset in (None, bias):
-        linear, gated = made(weight, offset), few_rows(weight, offset, gated=True)
-        assert gated is not None
-        for count in (1, 2, 4, 9, MOST_ROWS):
-            apart = linear(rows[None, :count])
-            expected = steps.gate(apart[..., :units], apart[..., units:])
-            assert torch.equal(gated(rows[None, :count]), expected)
-
-
 def reading_with(choose: Callable[[str], bool], folder: Path) -> Choices:
     """Choices to which the readings seem fastest whose names are as `choose` wants them."""
     return Choices(folder, lambda name, way: 1.0 if choose(name) else 2.0)
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("outputs, gated", [(24, True), (100, False), (240, False), (240, True)])
+@pytest.mark.parametrize("outputs", [48, 200, 480])
 def test_every_way_to_read_weights_has_the_same_bits(
-    dtype: torch.dtype, gated: bool, outputs: int, tmp_path: Path
+    dtype: torch.dtype, outputs: int, tmp_path: Path
 ) -> None:
     """Of 1 to 10 groups, so that those read side by side leave some over."""
-    rows, weight, bias = case(2 * outputs, 1538, dtype)
-    make = partial(few_rows, weight, bias, gated=gated)
-    plain, names = make(), {one.name for one in CANDIDATES}
-    assert plain is not None
+    rows, weight, bias = case(outputs, 1538, dtype)
+    plain, names = made(weight, bias), {one.name for one in CANDIDATES}
     assert len(names) == len(CANDIDATES) >= 10
     for index, name in enumerate(sorted(names)):
         choices = reading_with(name.__eq__, tmp_path / str(index))
-        other = make(pass_bytes=LEAST_BYTES, choices=choices)
+        other = few_rows(weight, bias, pass_bytes=LEAST_BYTES, choices=choices)
         assert other is not None
         for count in (1, 2, 3, 4, 5, 16, 17, MOST_ROWS):
             assert torch.equal(other(rows[:count]), plain(rows[:count])), name
