@@ -40,21 +40,19 @@ constexpr int64_t kPieceBytes = 64;
 // Where weights that are asked for early wait: in the nearest cache, in a farther one, or in none for
 // long, so that these are left to what else a round reads. `kAskedFor`: they were asked for before.
 enum Stay { kNearest, kFarther, kPast, kAskedFor };
-constexpr int64_t kLine = 64, kMostPanels = 4;
+constexpr int64_t kLine = 64;
 
 // How weights are read, which no sum depends on. readings.py measures what is fastest.
 struct Reading {
-  Stay stay = kNearest;
-  int64_t panels = 1, ahead = 2048;  // groups of outputs by turns; bytes that are asked for early
+  Stay stay;
+  int64_t ahead;  // bytes that are asked for early
 };
 
 // `readings` holds one in 16 bits for 1 row, up to 4, up to 16, and more.
 inline Reading reading_of(uint64_t readings, int64_t num_rows) {
   const int shift = num_rows == 1 ? 0 : num_rows <= 4 ? 16 : num_rows <= 16 ? 32 : 48;
   const uint64_t bits = readings >> shift & 0xFFFF;
-  int64_t panels = int64_t(1) << (bits >> 2 & 3);
-  if (panels > kMostPanels) panels = kMostPanels;
-  return {Stay(bits & 3), panels, int64_t(bits >> 4) * kLine};
+  return {Stay(bits & 3), int64_t(bits >> 2) * kLine};
 }
 
 template <Stay kStay>
@@ -165,7 +163,7 @@ struct Product {
   const float* wide;  // the rows, where they are widened
   T* out;
   int64_t num_rows, width, num_outputs;
-  Reading reading = {};
+  Reading reading;
 };
 
 // Outputs of a group of which `rest` are left.
@@ -181,29 +179,25 @@ struct Piece {
   bool goes_on;  // its products are added to those of the pieces before it
 };
 
-// Sums of the products of `kRows` rows. Those of a group stand `kNear` rows behind those of the one
-// before.
-template <typename T, int kBlocks, int kPanels, Stay kStay, int kRows>
+// Sums of the products of `kRows` rows.
+template <typename T, int kBlocks, Stay kStay, int kRows>
 inline void add_rows(const Piece<T>& p, Lanes (*all)[kBlocks]) {
   constexpr int64_t kStep = Step<T>::kWidth * kLanes;  // numbers of a register
   constexpr int kLines = kLine / (kStep * sizeof(T));  // registers of a line
-  Lanes sums[kPanels][kRows][kBlocks] = {};
+  Lanes sums[kRows][kBlocks] = {};
   if (p.goes_on)
-    for (int panel = 0; panel < kPanels; panel++)
-      for (int r = 0; r < kRows; r++)
-        for (int b = 0; b < kBlocks; b++) sums[panel][r][b] = all[panel * kNear + r][b];
+    for (int r = 0; r < kRows; r++)
+      for (int b = 0; b < kBlocks; b++) sums[r][b] = all[r][b];
   const auto step = [&](int64_t d) {
-    for (int panel = 0; panel < kPanels; panel++) {
-      const T* at = p.weights + (panel * p.width + d) * kBlocks * kLanes;
-      typename Step<T>::Weights w[kBlocks];
-      for (int b = 0; b < kBlocks; b++) {
-        if (b % kLines == 0) ask_for<kStay>(at + b * kStep, p.ahead);
-        w[b] = Step<T>::load(at + b * kStep);
-      }
-      for (int r = 0; r < kRows; r++) {
-        const auto x = Step<T>::meet(p.rows + r * p.width + d);
-        for (int b = 0; b < kBlocks; b++) Step<T>::add(sums[panel][r][b], w[b], x);
-      }
+    const T* at = p.weights + d * kBlocks * kLanes;
+    typename Step<T>::Weights w[kBlocks];
+    for (int b = 0; b < kBlocks; b++) {
+      if (b % kLines == 0) ask_for<kStay>(at + b * kStep, p.ahead);
+      w[b] = Step<T>::load(at + b * kStep);
+    }
+    for (int r = 0; r < kRows; r++) {
+      const auto x = Step<T>::meet(p.rows + r * p.width + d);
+      for (int b = 0; b < kBlocks; b++) Step<T>::add(sums[r][b], w[b], x);
     }
   };
   if constexpr (kManyInPieces && kRows > 2) {
@@ -212,25 +206,23 @@ inline void add_rows(const Piece<T>& p, Lanes (*all)[kBlocks]) {
   } else {
     for (int64_t d = p.begin; d < p.end; d += Step<T>::kWidth) step(d);
   }
-  for (int panel = 0; panel < kPanels; panel++)
-    for (int r = 0; r < kRows; r++)
-      for (int b = 0; b < kBlocks; b++) all[panel * kNear + r][b] = sums[panel][r][b];
+  for (int r = 0; r < kRows; r++)
+    for (int b = 0; b < kBlocks; b++) all[r][b] = sums[r][b];
 }
 
 // As many rows at once as there are, at most `kRows`: the number must be known to the compiler.
-template <typename T, int kBlocks, int kPanels, Stay kStay, int kRows>
+template <typename T, int kBlocks, Stay kStay, int kRows = kTogether>
 inline void add(const Piece<T>& p, int64_t count, Lanes (*sums)[kBlocks]) {
   if constexpr (kRows > 1) {
-    if (count < kRows) return add<T, kBlocks, kPanels, kStay, kRows - 1>(p, count, sums);
+    if (count < kRows) return add<T, kBlocks, kStay, kRows - 1>(p, count, sums);
   }
-  add_rows<T, kBlocks, kPanels, kStay, kRows>(p, sums);
+  add_rows<T, kBlocks, kStay, kRows>(p, sums);
 }
 
-template <typename T, int kBlocks, int kPanels, Stay kStay>
+template <typename T, int kBlocks, Stay kStay>
 inline void sum_piece(Piece<T> p, int64_t num_rows, Lanes (*sums)[kBlocks]) {
-  constexpr int kRows = kTogether / kPanels;
-  for (int64_t row = 0; row < num_rows; row += kRows, p.rows += kRows * p.width)
-    add<T, kBlocks, kPanels, kStay, kRows>(p, num_rows - row, sums + row);
+  for (int64_t row = 0; row < num_rows; row += kTogether, p.rows += kTogether * p.width)
+    add<T, kBlocks, kStay>(p, num_rows - row, sums + row);
 }
 
 // A piece whose weights are in the nearest cache.
@@ -247,85 +239,54 @@ inline void sum_near_piece(const Product<T>& p, const Piece<T>& piece, Lanes (*s
           store(w.even, wide + d * kOutputs + b * kLanes);
           store(w.odd, wide + (d + 1) * kOutputs + b * kLanes);
         }
-      return sum_piece<float, kBlocks, 1, kAskedFor>(
+      return sum_piece<float, kBlocks, kAskedFor>(
           {p.wide + begin, wide, p.width, 0, count, 0, piece.goes_on}, p.num_rows, sums);
     }
   }
-  sum_piece<T, kBlocks, 1, kAskedFor>(piece, p.num_rows, sums);
+  sum_piece<T, kBlocks, kAskedFor>(piece, p.num_rows, sums);
 }
 
-// Groups of outputs by turns, piece by piece. Of each turn's weights in later pieces a share is asked for
-// at a time, since memory is faster at several places than at one.
+// A part of the width piece by piece, each of which asks for the weights of a later one first.
 template <typename T, int kBlocks, Stay kStay>
-inline void sum_turns(const Product<T>& p, const T* weights, int64_t turns, int64_t begin, int64_t end,
-                      Lanes (*sums)[kBlocks]) {
+inline void sum_pieces(const Product<T>& p, const T* weights, int64_t begin, int64_t end,
+                       Lanes (*sums)[kBlocks]) {
   constexpr int64_t kOutputs = kBlocks * kLanes;
-  const int64_t group = kOutputs * p.width;
   for (int64_t at = begin, next; at < end; at = next) {
     next = std::min(at + kPieceBytes / int64_t(sizeof(T)), end);
     const int64_t lines = (next - at) * kOutputs * sizeof(T) / kLine;
-    for (int64_t turn = 0; turn < turns; turn++) {
-      for (int64_t line = lines * turn / turns; line < lines * (turn + 1) / turns; line++)
-        for (int64_t of = 0; of < turns; of++)
-          ask_for<kStay>(weights + of * group + at * kOutputs, p.reading.ahead + line * kLine);
-      sum_near_piece<T, kBlocks>(p, {p.rows, weights + turn * group, p.width, at, next, 0, at > begin},
-                                 sums + turn * kNear);
-    }
+    for (int64_t line = 0; line < lines; line++)
+      ask_for<kStay>(weights + at * kOutputs, p.reading.ahead + line * kLine);
+    sum_near_piece<T, kBlocks>(p, {p.rows, weights, p.width, at, next, 0, at > begin}, sums);
   }
 }
 
-// `kPanels` groups of outputs at once, or `turns` by turns.
-template <typename T, int kBlocks, Stay kStay, int kPanels>
-inline void sum_rows(const Product<T>& p, const T* weights, int64_t turns, Lanes (*sums)[kBlocks]) {
-  Lanes later[kMostPanels * kNear][kBlocks];
-  const bool in_pieces = turns > 1 || (kManyInPieces && p.num_rows > kTogether);
+template <typename T, int kBlocks, Stay kStay>
+inline void sum_parts(const Product<T>& p, const T* weights, Lanes (*sums)[kBlocks]) {
+  Lanes later[kNear][kBlocks];
   for (int64_t begin = 0, end; begin < p.width; begin = end) {
     // A short rest is no part of its own, which a row alone would wait for.
     end = begin + kPart + kPart / 2 < p.width ? begin + kPart : p.width;
     Lanes(*part)[kBlocks] = begin == 0 ? sums : later;
-    if (in_pieces)
-      sum_turns<T, kBlocks, kStay>(p, weights, turns, begin, end, part);
+    if (kManyInPieces && p.num_rows > kTogether)
+      sum_pieces<T, kBlocks, kStay>(p, weights, begin, end, part);
     else
-      sum_piece<T, kBlocks, kPanels, kStay>({p.rows, weights, p.width, begin, end, p.reading.ahead, false},
-                                            p.num_rows, part);
-    for (int64_t panel = 0; begin > 0 && panel < kPanels * turns; panel++)
-      for (int64_t r = panel * kNear; r < panel * kNear + p.num_rows; r++)
-        for (int b = 0; b < kBlocks; b++) sums[r][b] += later[r][b];
+      sum_piece<T, kBlocks, kStay>({p.rows, weights, p.width, begin, end, p.reading.ahead, false},
+                                   p.num_rows, part);
+    for (int64_t r = 0; begin > 0 && r < p.num_rows; r++)
+      for (int b = 0; b < kBlocks; b++) sums[r][b] += later[r][b];
   }
 }
 
-template <typename T, int kBlocks, int kPanels>
-inline void sum_panels(const Product<T>& p, const T* weights, int64_t turns, Lanes (*sums)[kBlocks]) {
-  // A narrow group is the last one.
-  if constexpr (kPanels == 1 || kBlocks * kLanes == kGroup) {
-    switch (p.reading.stay) {
-      case kPast:
-        return sum_rows<T, kBlocks, kPast, kPanels>(p, weights, turns, sums);
-      case kFarther:
-        return sum_rows<T, kBlocks, kFarther, kPanels>(p, weights, turns, sums);
-      default:
-        return sum_rows<T, kBlocks, kNearest, kPanels>(p, weights, turns, sums);
-    }
-  }
-}
-
-// Sums of `panels` groups; `num_rows` of `p` is at most `kNear`.
+// Sums of a group; `num_rows` of `p` is at most `kNear`.
 template <typename T, int kBlocks>
-DRAFTSMITH_ONCE void sum_near(const Product<T>& p, const T* weights, int64_t panels, Lanes (*sums)[kBlocks]) {
-  while (panels > 0) {
-    int64_t count = kBlocks * kLanes == kGroup ? p.reading.panels : 1;
-    while (count > panels) count /= 2;
-    if (count * p.num_rows > kTogether)
-      sum_panels<T, kBlocks, 1>(p, weights, count, sums);
-    else if (count == 4)
-      sum_panels<T, kBlocks, 4>(p, weights, 1, sums);
-    else if (count == 2)
-      sum_panels<T, kBlocks, 2>(p, weights, 1, sums);
-    else
-      sum_panels<T, kBlocks, 1>(p, weights, 1, sums);
-    weights += count * kBlocks * kLanes * p.width;
-    sums += count * kNear;
-    panels -= count;
+DRAFTSMITH_ONCE void sum_near(const Product<T>& p, const T* weights, Lanes (*sums)[kBlocks]) {
+  switch (p.reading.stay) {
+    case kPast:
+      return sum_parts<T, kBlocks, kPast>(p, weights, sums);
+    case kFarther:
+      return sum_parts<T, kBlocks, kFarther>(p, weights, sums);
+    default:
+      return sum_parts<T, kBlocks, kNearest>(p, weights, sums);
   }
 }
 
@@ -359,44 +320,32 @@ void finish(const Product<T>& p, int64_t group, const Lanes (*sums)[kBlocks]) {
   }
 }
 
-// Outputs of `groups` groups of one size.
+// Outputs of a group in `kBlocks` registers.
 template <typename T, int kBlocks>
-void multiply_groups(const Product<T>& p, int64_t group, int64_t groups, const T* weights) {
-  Lanes sums[kMostPanels * kNear][kBlocks];
+void multiply_group(const Product<T>& p, int64_t group, const T* weights) {
+  Lanes sums[kNear][kBlocks];
   for (int64_t row = 0; row < p.num_rows; row += kNear) {
     Product<T> near = p;
     near.rows += row * p.width;
     if (p.wide) near.wide += row * p.width;
     near.out += row * p.num_outputs;
     near.num_rows = p.num_rows - row < kNear ? p.num_rows - row : kNear;
-    sum_near<T, kBlocks>(near, weights, groups, sums);
-    for (int64_t i = 0; i < groups; i++) finish<T, kBlocks>(near, group + i, sums + i * kNear);
+    sum_near<T, kBlocks>(near, weights, sums);
+    finish<T, kBlocks>(near, group, sums);
   }
-}
-
-// Outputs of a group, whose weights are laid out in `weights`.
-template <typename T>
-void multiply_outputs(const Product<T>& p, int64_t group, const T* weights) {
-  const int64_t outputs = outputs_of(p.num_outputs - group * kGroup);
-  if (outputs == kGroup)
-    multiply_groups<T, 3>(p, group, 1, weights);
-  else if (outputs == 2 * kLanes)
-    multiply_groups<T, 2>(p, group, 1, weights);
-  else
-    multiply_groups<T, 1>(p, group, 1, weights);
 }
 
 template <typename T>
 void multiply(const Product<T>& p, int threads) {
-  const int64_t groups = (p.num_outputs + kGroup - 1) / kGroup;
-  const int64_t taken = p.reading.panels;  // groups that a step takes, all of them whole
-  each((groups + taken - 1) / taken, threads, [=](int64_t step) {
-    const int64_t first = step * taken;
-    const T* weights = p.weights + first * p.width * kGroup;
-    if ((first + taken) * kGroup <= p.num_outputs)
-      return multiply_groups<T, 3>(p, first, taken, weights);
-    for (int64_t group = first; group < groups; group++, weights += p.width * kGroup)
-      multiply_outputs<T>(p, group, weights);
+  each((p.num_outputs + kGroup - 1) / kGroup, threads, [=](int64_t group) {
+    const T* weights = p.weights + group * p.width * kGroup;
+    const int64_t outputs = outputs_of(p.num_outputs - group * kGroup);
+    if (outputs == kGroup)
+      multiply_group<T, 3>(p, group, weights);
+    else if (outputs == 2 * kLanes)
+      multiply_group<T, 2>(p, group, weights);
+    else
+      multiply_group<T, 1>(p, group, weights);
   });
 }
 

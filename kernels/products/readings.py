@@ -1,6 +1,5 @@
-"""Ways in which a compiled kernel reads weights: how far ahead they are asked for, into which
-cache, and how many groups of outputs side by side. No sum depends on it; what is fastest is
-measured, by the number of rows.
+"""Ways in which a compiled kernel reads weights: how far ahead they are asked for, and into which
+cache. No sum depends on it; what is fastest is measured, by the number of rows.
 
 Weights are timed as a round finds them, out of all caches: in a ring of memory larger than these.
 """
@@ -33,16 +32,14 @@ _GROUP = 48  # outputs that are laid out together
 class WeightReading(NamedTuple):
     ahead: int  # bytes, whole lines
     stay: int
-    panels: int
 
     @property
     def name(self) -> str:
-        panels = f", {self.panels} groups" if self.panels > 1 else ""
-        return f"{self.ahead / 1024:g} KiB ahead{STAYS[self.stay]}{panels}"
+        return f"{self.ahead / 1024:g} KiB ahead{STAYS[self.stay]}"
 
     @property
     def bits(self) -> int:
-        return self.stay | (self.panels.bit_length() - 1) << 2 | self.ahead // LINE_BYTES << 4
+        return self.stay | self.ahead // LINE_BYTES << 2
 
 
 class ReadWeights(NamedTuple):
@@ -56,15 +53,9 @@ class ReadWeights(NamedTuple):
     source: Path
 
 
-# (KiB ahead, stay), by groups side by side; the first of all is good on most processors.
-_WAYS = {
-    1: ((2, 0), (0, 0), (1, 0), (4, 0), (8, 0), (2, 2), (4, 2), (8, 2), (2, 1), (8, 1)),
-    2: ((1, 0), (0, 0), (4, 0), (1, 2), (4, 2)),
-    4: ((1, 0), (0, 0), (4, 0), (1, 2), (4, 2)),
-}
-CANDIDATES = [
-    WeightReading(kib << 10, stay, panels) for panels, ways in _WAYS.items() for kib, stay in ways
-]
+# (KiB ahead, stay); the first is good on most processors.
+_WAYS = ((2, 0), (0, 0), (1, 0), (4, 0), (8, 0), (2, 2), (4, 2), (8, 2), (2, 1), (8, 1))
+CANDIDATES = [WeightReading(kib << 10, stay) for kib, stay in _WAYS]
 
 
 def packed(readings: Sequence[WeightReading]) -> int:

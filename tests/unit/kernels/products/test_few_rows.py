@@ -102,7 +102,6 @@ def reading_with(choose: Callable[[str], bool], folder: Path) -> Choices:
 def test_every_way_to_read_weights_has_the_same_bits(
     dtype: torch.dtype, outputs: int, tmp_path: Path
 ) -> None:
-    """Of 1 to 10 groups, so that those read side by side leave some over."""
     rows, weight, bias = case(outputs, 1538, dtype)
     plain, names = made(weight, bias), {one.name for one in CANDIDATES}
     assert len(names) == len(CANDIDATES) >= 10
