@@ -94,7 +94,9 @@ inline float exponential(float x) {
   bits += int32_t(whole) << 23;
   float value;
   memcpy(&value, &bits, sizeof value);
-  return x < -87.0f ? 0.0f : (x == x ? value : x);
+  // One choice behind the other: of one inside the other the compiler makes no vectors.
+  value = x == x ? value : x;
+  return x < -87.0f ? 0.0f : value;
 }
 
 // silu(x) * factor, the former rounded to T first.

@@ -1,6 +1,6 @@
 """Attention over a paged pool by a compiled kernel, for a CPU with a C++ compiler: short rows (one
-token, a verification) read keys and values where they lie. All else is torch's, as where there is
-no compiler.
+token, a verification, a short prompt) read keys and values where they lie. All else is torch's, as
+where there is no compiler.
 
 Legend as in `paged.py`.
 """
@@ -22,9 +22,9 @@ from draftsmith.kernels.dispatch import side_by_side
 from draftsmith.kernels.host_compiler import function_of
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
-# Queries that share the keys of a head. torch is as fast from about 16 on; up to here a token has
-# the same bits alone and in a verification.
-MOST_QUERIES = 32
+# Queries that share the keys of a head, of rows that torch attends to no faster. Up to here a token
+# has the same bits alone and in a verification.
+MOST_QUERIES = 192
 MOST_DIM = 256  # `kMostDim` of the source
 
 

@@ -1,6 +1,9 @@
 // Attention of short rows over a paged pool on a CPU: keys and values are read where they lie.
 // paged_compiled.py compiles it and says what the arguments are.
 
+#include <type_traits>
+#include <utility>
+
 #include "../host_numbers.h"
 
 namespace {
@@ -38,56 +41,87 @@ inline Lanes load(const float* from) {
   memcpy(&x, from, sizeof x);
   return x;
 }
-inline Lanes load(const Bfloat16* from) {
-  Lanes x;
-  for (int i = 0; i < kLanes; i++) x[i] = widened(from[i]);
-  return x;
-}
-inline float sum_of(Lanes x) {
-  float sum = 0;
-  for (int i = 0; i < kLanes; i++) sum += x[i];
-  return sum;
+
+template <int... kFrom>
+inline Lanes picked(Lanes x, Lanes y) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, y, kFrom...);
+#else
+  typedef int32_t Places __attribute__((vector_size(4 * kLanes)));
+  return __builtin_shuffle(x, y, Places{kFrom...});
+#endif
 }
 
-// Asks for a vector that is needed soon: slots lie apart, so that a processor does not foresee them.
-template <typename T>
-inline void fetch(const T* vector, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(vector + d);
+// Sums of neighbours `kHalf` lanes apart, those of `x` where a lane's number lacks that bit, else those of `y`.
+template <int kHalf, int... kLane>
+inline Lanes folded(Lanes x, Lanes y, std::integer_sequence<int, kLane...>) {
+  return picked<(kLane & kHalf ? kLanes + (kLane ^ kHalf) : kLane)...>(x, y) +
+         picked<(kLane & kHalf ? kLanes + kLane : kLane ^ kHalf)...>(x, y);
 }
 
-// Products of a query and `count` keys. The dimension is a constant where it is not 0.
+// The sum of each of `kLanes` registers, in its lane.
+template <int kHalf = kLanes / 2>
+inline Lanes sums_of(Lanes* x) {
+  for (int i = 0; i < kHalf; i++)
+    x[i] = folded<kHalf>(x[i], x[i + kHalf], std::make_integer_sequence<int, kLanes>{});
+  if constexpr (kHalf > 1) return sums_of<kHalf / 2>(x);
+  return x[0];
+}
+
+// `count` numbers, in whole registers; slots, in whole runs.
+inline int64_t whole(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+inline int64_t whole_run(int64_t count) { return (count + kTogether - 1) / kTogether * kTogether; }
+
+// Keys or values of `kTogether` slots in float32, for all queries that meet them; behind `dim` numbers zeros up
+// to a whole register. The dimension is a constant where `kDim` is not 0.
 template <typename T, int kDim>
-inline void weigh(const float* query, const T* const* keys, int64_t count, int64_t dim, float* to) {
-  for (int64_t j = 0; j < count; j++) {
-    if (kDim) {
-      fetch(keys[j + kTogether], kDim);
-      Lanes sum = {};
-      for (int d = 0; d < kDim; d += kLanes) sum += load(query + d) * load(keys[j] + d);
-      to[j] = sum_of(sum);
-    } else {
-      float sum = 0;
-      for (int64_t d = 0; d < dim; d++) sum += query[d] * widened(keys[j][d]);
-      to[j] = sum;
+struct Near {
+  static constexpr int kRoom = kDim ? kDim : kMostDim;
+  const float* rows[kTogether];
+  float wide[kTogether][kRoom];
+
+  // The vectors behind these are asked for: they lie apart, so that a processor does not foresee them.
+  void take(const T* const* vectors, int64_t dim) {
+    for (int64_t j = 0; j < kTogether; j++) {
+      for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T)))
+        __builtin_prefetch(vectors[j + kTogether] + d);
+      rows[j] = wide[j];
+      if constexpr (kDim && std::is_same<T, float>::value) {
+        rows[j] = vectors[j];
+        continue;
+      }
+      for (int64_t d = 0; d < dim; d++) wide[j][d] = widened(vectors[j][d]);
+      for (int64_t d = dim; d < whole(dim); d++) wide[j][d] = 0;
     }
+  }
+};
+
+// Products of a query and the keys near by.
+template <int kDim>
+inline void weigh(const float* query, const float* const* keys, int64_t dim, float* to) {
+  for (int64_t j = 0; j < kTogether; j += kLanes) {
+    Lanes sums[kLanes] = {};
+    for (int i = 0; i < kLanes; i++)
+      for (int64_t d = 0; d < (kDim ? kDim : dim); d += kLanes)
+        sums[i] += load(query + d) * load(keys[j + i] + d);
+    const Lanes found = sums_of(sums);
+    memcpy(to + j, &found, sizeof found);
   }
 }
 
-// Adds `count` values times their weights to `sums`.
-template <typename T, int kDim>
-inline void gather(const float* weights, const T* const* values, int64_t count, int64_t dim,
+// Adds values times their weights to `sums`.
+template <int kDim>
+inline void gather(const float* weights, const float* const* values, int64_t low, int64_t high, int64_t dim,
                    float* sums) {
-  if (kDim) {
-    Lanes held[kDim / kLanes + 1];
-    for (int d = 0; d < kDim / kLanes; d++) held[d] = load(sums + d * kLanes);
-    for (int64_t j = 0; j < count; j++) {
-      fetch(values[j + kTogether], kDim);
-      for (int d = 0; d < kDim / kLanes; d++)
-        held[d] += weights[j] * load(values[j] + d * kLanes);
-    }
-    memcpy(sums, held, kDim * sizeof(float));
+  if constexpr (kDim != 0) {
+    Lanes held[kDim / kLanes];
+    memcpy(held, sums, sizeof held);
+    for (int64_t j = low; j < high; j++)
+      for (int d = 0; d < kDim / kLanes; d++) held[d] += weights[j] * load(values[j] + d * kLanes);
+    memcpy(sums, held, sizeof held);
   } else {
-    for (int64_t j = 0; j < count; j++)
-      for (int64_t d = 0; d < dim; d++) sums[d] += weights[j] * widened(values[j][d]);
+    for (int64_t j = low; j < high; j++)
+      for (int64_t d = 0; d < dim; d++) sums[d] += weights[j] * values[j][d];
   }
 }
 
@@ -98,8 +132,10 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
                     int64_t count) {
   const int64_t key_dim = kDim ? kDim : p.key_dim, value_dim = kDim ? kDim : p.value_dim;
   const int64_t group = p.heads / p.kv_heads;
-  float query[kQueries][kMostDim], sums[kQueries][kMostDim], weights[kQueries][kSlots];
-  float largest[kQueries], total[kQueries];
+  constexpr int kRoom = Near<T, kDim>::kRoom;
+  Near<T, kDim> near;
+  float query[kQueries][kRoom] = {}, sums[kQueries][kRoom], weights[kQueries][kSlots];
+  float top[kQueries], total[kQueries];
   int64_t from[kQueries], to[kQueries];  // the slots a query sees
   const T *keys[kSlots + kTogether], *found[kSlots + kTogether];
   int64_t least = INT64_MAX, most = 0;
@@ -108,7 +144,7 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
     const T* source = p.query + head * p.query_head + token * p.query_token;
     for (int64_t d = 0; d < key_dim; d++) query[i][d] = widened(source[d]) * p.scaling;
     for (int64_t d = 0; d < value_dim; d++) sums[i][d] = 0;
-    largest[i] = -INFINITY, total[i] = 0;
+    top[i] = -INFINITY, total[i] = 0;
     to[i] = p.rows.positions[token] + 1;
     from[i] = p.window && to[i] > p.window ? to[i] - p.window : 0;
     if (p.chunked) from[i] = (to[i] - 1) / p.window * p.window;
@@ -117,46 +153,43 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
   const int64_t* table = p.rows.tables + row * p.rows.table_width;
   const int64_t key_stride = p.kv_heads * key_dim, value_stride = p.kv_heads * value_dim;
   const int64_t size = p.rows.block_size;
-  for (int64_t start = least; start < most; start += kSlots) {
+  // Runs of slots begin where they do for any other queries, so that a query's bits do not depend on these.
+  for (int64_t start = least / kSlots * kSlots; start < most; start += kSlots) {
     const int64_t end = start + kSlots < most ? start + kSlots : most;
-    for (int64_t at = start; at < end;) {  // a division for each block, not for each slot
+    const int64_t begun = least > start ? (least - start) / kTogether * kTogether : 0;
+    for (int64_t at = start + begun; at < end;) {  // a division for each block, not for each slot
       const int64_t block = at / size, next = (block + 1) * size, moved = (table[block] - block) * size;
       for (const int64_t stop = next < end ? next : end; at < stop; at++) {
         keys[at - start] = p.keys + (at + moved) * key_stride + kv_head * key_dim;
         found[at - start] = p.values + (at + moved) * value_stride + kv_head * value_dim;
       }
     }
-    for (int64_t j = end - start; j < end - start + kTogether; j++)
+    for (int64_t j = end - start; j < whole_run(end - start) + kTogether; j++)
       keys[j] = keys[j - 1], found[j] = found[j - 1];
-    for (int64_t j = 0; j < end - start; j += kTogether) {
-      const int64_t near = end - start - j < kTogether ? end - start - j : kTogether;
-      for (int64_t i = 0; i < count; i++)
-        weigh<T, kDim>(query[i], keys + j, near, key_dim, weights[i] + j);
+    for (int64_t j = begun; j < end - start; j += kTogether) {
+      near.take(keys + j, key_dim);
+      for (int64_t i = 0; i < count; i++) weigh<kDim>(query[i], near.rows, whole(key_dim), weights[i] + j);
     }
     for (int64_t i = 0; i < count; i++) {
       const int64_t low = from[i] > start ? from[i] - start : 0;
       const int64_t high = (to[i] < end ? to[i] : end) - start;
-      float top = largest[i];
-      for (int64_t j = low; j < high; j++) top = weights[i][j] > top ? weights[i][j] : top;
       if (high <= low) continue;
-      if (top == -INFINITY) top = 0;  // none has a weight; -inf - -inf would be NaN
-      const float kept = exponential(largest[i] - top);
+      const float before = top[i], most_here = largest(weights[i] + low, high - low);
+      top[i] = most_here > before ? most_here : before;
+      if (top[i] == -INFINITY) top[i] = 0;  // none has a weight; -inf - -inf would be NaN
+      const float kept = exponential(before - top[i]);
       float sum = 0;
-      for (int64_t j = low; j < high; j++) {
-        weights[i][j] = exponential(weights[i][j] - top);
-        sum += weights[i][j];
-      }
-      largest[i] = top, total[i] = total[i] * kept + sum;
+      for (int64_t j = low; j < high; j++) sum += weights[i][j] = exponential(weights[i][j] - top[i]);
+      total[i] = total[i] * kept + sum;
       for (int64_t d = 0; d < value_dim; d++) sums[i][d] *= kept;
     }
-    for (int64_t j = 0; j < end - start; j += kTogether) {
-      const int64_t far = j + kTogether < end - start ? j + kTogether : end - start;
+    for (int64_t j = begun; j < end - start; j += kTogether) {
+      near.take(found + j, value_dim);
       for (int64_t i = 0; i < count; i++) {
         // What a query does not see is not read for it: 0 * NaN is NaN.
-        const int64_t low = from[i] - start > j ? from[i] - start : j;
-        const int64_t high = to[i] - start < far ? to[i] - start : far;
-        if (low < high)
-          gather<T, kDim>(weights[i] + low, found + low, high - low, value_dim, sums[i]);
+        const int64_t low = from[i] - start > j ? from[i] - start - j : 0;
+        const int64_t high = to[i] - start - j < kTogether ? to[i] - start - j : kTogether;
+        gather<kDim>(weights[i] + j, near.rows, low, high, value_dim, sums[i]);
       }
     }
   }

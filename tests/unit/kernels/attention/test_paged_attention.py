@@ -166,6 +166,21 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("window", [None, 300, Chunk(300)])
+def test_a_token_has_the_same_bits_alone_and_in_a_verification(window: int | Chunk | None) -> None:
+    made, _ = pass_of([1023], torch.float32)
+    pool, tables, query = made.pool, made.layout.block_tables, torch.randn(1, 4, 24, 64)
+
+    def attended_from(begin: int, length: int) -> torch.Tensor:
+        run = PagedPass(pool, tables, torch.arange(begin, begin + length), torch.tensor([length]))
+        queries = query[:, :, begin - 1000 : begin - 1000 + length]
+        return run.context.attend(queries, pool.keys[0], pool.values[0], Scoring(0.1, window))
+
+    for token, found in enumerate(attended_from(1000, 24)):
+        assert torch.equal(attended_from(1000 + token, 1)[0], found)
+
+
+@needs_compiler
 def test_bfloat16_is_rounded_once() -> None:
     found, plainly = (
         attended(*pass_of([300, 7], torch.bfloat16, impl)) for impl in ("auto", "torch")
