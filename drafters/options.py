@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SHARE, Limits, option
+from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Limits, option
 from draftsmith.errors import UserError
 
 # More are in no draft, and would fill any memory.
@@ -251,28 +251,6 @@ def options_of(family: str, given: DraftOptions | None) -> DrafterOptions:
                 f"{', '.join(known)}; leave it out"
             )
     return cls(**values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuffixOptions:
-    """Suffix decoding, under the names and defaults that Arctic Inference and vLLM use for it."""
-
-    max_tree_depth: int = option(24, "longest context matched", limits=AT_LEAST_1)
-    max_cached_requests: int = option(
-        10000,
-        "finished requests that are searched, the oldest forgotten first; 0 shares nothing",
-        limits=NOT_NEGATIVE,
-    )
-    max_cached_tokens: int = option(
-        2**21, "tokens of finished requests held at most, about 70 bytes each", limits=AT_LEAST_1
-    )
-    max_spec_factor: float = option(
-        1.0, "drafted tokens per token of matching context", limits=NOT_NEGATIVE
-    )
-    max_spec_offset: float = option(0.0, "drafted tokens added to that", limits=NOT_NEGATIVE)
-    min_token_prob: float = option(
-        0.1, "a draft ends before the chance of having come so far falls below this", limits=SHARE
-    )
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

@@ -45,7 +45,21 @@ class LookupOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedLookup(LookupOptions):
+class AnswerLookup(LookupOptions):
+    """Such drafts of requests whose draws the answers have no part in, which `generate` cannot
+    promise: its seeds may be those of the answers."""
+
+    HELP_TITLE: ClassVar[str] = LOOKUP_HELP
+
+    suffix_answers: str | None = option(
+        None,
+        "with --suffix, draft from these answers of the target too: a folder of `generate`, or "
+        "demo for those that ship",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedLookup(AnswerLookup):
     """Such drafts of a server, in detail."""
 
     HELP_TITLE: ClassVar[str] = LOOKUP_HELP

@@ -35,6 +35,7 @@ TRAINED = ("draft", "versions")
 NEEDS = {
     "tree": TRAINED,
     "record_taps": ("learn",),
+    "suffix_answers": ("suffix",),
     "suffix_max_cached_requests": ("suffix",),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),

@@ -14,10 +14,10 @@ import torch
 from draftsmith.drafters.checkpoint import load, load_draft, trained_k
 from draftsmith.drafters.config import named_folders
 from draftsmith.drafters.interface import ServingDrafter
-from draftsmith.drafters.options import SuffixOptions
 from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.device import DTYPES, load_target
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.answers import AnswerTable, read_answers
 from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
@@ -99,7 +99,8 @@ def load_drafter(
     loaded = own or load_trained(config, target)
     if not config.suffix:
         return loaded
-    text = Suffix(SuffixOptions(max_cached_requests=config.suffix_max_cached_requests))
+    stored = config.suffix_answers and AnswerTable(read_answers(config.suffix_answers, target))
+    text = Suffix(max_cached_requests=config.suffix_max_cached_requests, answers=stored or None)
     if loaded.drafter is None:
         return LoadedDraft(text, "0", None, k="auto")
     return loaded._replace(drafter=TextFirst(loaded.drafter, text))

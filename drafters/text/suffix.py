@@ -1,10 +1,10 @@
-"""Suffix decoding (arXiv 2411.04975): drafts the most frequent continuation of what the text ends
-with, as seen in this request and in those that have finished. No weights, no cache, one-hot q.
+"""Suffix decoding (arXiv 2411.04975): drafts what followed what the text ends with, in this
+request, in those that have finished and in stored answers. No weights, no cache, one-hot q.
 
-A context of L matching tokens earns a draft of at most L * max_spec_factor + max_spec_offset
-tokens. The draft follows the most frequent next token while the estimated probability of having
-come so far is at least min_token_prob; its score is the sum of those probabilities, the number of
-tokens it expects to have accepted. The best score wins, and of equals the longer context.
+Of the newest places of a context the one that agrees with most tokens, L, offers the token behind
+it. With n places, m of which have that token behind them, it is kept with a chance of about
+m / (n + caution / L). The likeliest offer is drafted, and another one behind it in the same way,
+until the chance that all are kept falls below what a draft is worth.
 
 The index: hash chains over a ring, as in LZ77 compressors. For each order o a table maps the hash
 of o consecutive tokens to the newest position where they end, and every position points to the one
@@ -15,21 +15,23 @@ find candidates; what is believed is the tokens themselves.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from draftsmith.config import check_limits
 from draftsmith.drafters.interface import DraftInputs
-from draftsmith.drafters.options import SuffixOptions
+from draftsmith.drafters.text.answers import CAUTION, SEPARATOR, WORD, AnswerTable, keys_of, powers
 from draftsmith.drafters.text.ngram import CopiesText
 
 # The part of a request's own text that is searched: about 9 MB of index where a text is as long.
 WINDOW = 131_072
-# Scores that differ by no more are equal: they are sums of rounded products.
-SAME_SCORE = 1e-12
+LONGEST = 16  # context
+SEEN = 4  # newest places of a context that are looked at
+OWN_CAUTION = 2.5  # of the request's own text, see `CAUTION`
+LEAST = 0.1  # survival of a draft, where the control names none
 
 
 class SuffixDraft(NamedTuple):
@@ -38,17 +40,26 @@ class SuffixDraft(NamedTuple):
 
 
 class Suffix(CopiesText):
-    """Suffix decoding. Text shared between requests is bounded by `max_cached_requests` and
-    `max_cached_tokens`; the oldest goes first."""
+    """Suffix decoding.
+
+    Args:
+        max_cached_requests: finished requests that are searched, the oldest forgotten first; 0
+            shares nothing.
+        max_cached_tokens: tokens of these held at most.
+        answers: stored ones, never forgotten.
+    """
 
     family = "suffix"
 
-    def __init__(self, options: SuffixOptions | None = None):
-        self.options = options or SuffixOptions()
-        check_limits(self.options, "suffix_")
-        self.shared = SuffixIndex(
-            self.options.max_cached_tokens, max_texts=max(1, self.options.max_cached_requests)
-        )
+    def __init__(
+        self,
+        *,
+        max_cached_requests: int = 10_000,
+        max_cached_tokens: int = 1 << 21,
+        answers: AnswerTable | None = None,
+    ):
+        self.keeps_finished, self.answers = max_cached_requests > 0, answers
+        self.shared = SuffixIndex(max_cached_tokens, max_texts=max(1, max_cached_requests))
         self._own: dict[str, OwnText] = {}
 
     def copied(self, inputs: DraftInputs) -> list[list[int]]:
@@ -58,47 +69,60 @@ class Suffix(CopiesText):
         names = inputs.request_ids or [""] * len(inputs.histories)
         shares = inputs.shares or [True] * len(inputs.histories)
         rows = zip(names, inputs.histories, inputs.num_draft.tolist(), shares, strict=True)
-        return [self._draft(name, history, k, shared) for name, history, k, shared in rows]
+        least = inputs.least_survival or LEAST
+        return [self._draft(name, history, k, shared, least) for name, history, k, shared in rows]
 
     def finished(self, request_id: str, tokens: list[int]) -> None:
         self._own.pop(request_id, None)
-        if tokens and self.options.max_cached_requests > 0:
+        if tokens and self.keeps_finished:
             self.shared.begin_text()
             self.shared.extend(tokens)
 
-    def _draft(self, name: str, history: list[int], k: int, shared: bool) -> SuffixDraft:
+    def _draft(
+        self, name: str, history: list[int], k: int, shared: bool, least: float
+    ) -> SuffixDraft:
+        tokens: list[int] = []
+        score, survival = 0.0, 1.0
         if k == 0:
-            return SuffixDraft([], 0.0)
+            return SuffixDraft(tokens, score)
         own = self._own.setdefault(name, OwnText()) if name else OwnText()
         own.read(history)
-        context = history[-self.options.max_tree_depth :]
-        draft = self._best(own.index, context, k)
-        if shared and draft.score < k and self.shared.num_texts > 0:
-            draft = better(draft, self._best(self.shared, context, k))
-        return draft
-
-    def _best(self, index: SuffixIndex, context: Sequence[int], k: int) -> SuffixDraft:
-        best = SuffixDraft([], 0.0)
-        longest = len(context)
-        for order in reversed(range(len(ORDERS))):
-            # No draft from contexts up to `longest` can beat what was found.
-            if best.score >= self._budget(longest, k):
+        context = history[-LONGEST:]
+        while len(tokens) < k:
+            token, chance = self._likeliest(context, own.index, shared)
+            survival *= chance
+            if survival < least:
                 break
-            found = index.occurrences(context, order, k)
-            for length in sorted({*found.lengths[found.lengths <= longest].tolist()}, reverse=True):
-                budget = self._budget(length, k)
-                if best.score >= budget:
-                    break
-                followed = found.continuations[found.lengths >= length]
-                draft = most_frequent(followed, budget, self.options.min_token_prob)
-                best = better(best, draft)
-            longest = min(longest, ORDERS[order] - 1)
+            tokens.append(token)
+            score += survival
+            context = [*context[1 - LONGEST :], token]
+        return SuffixDraft(tokens, score)
+
+    def _likeliest(
+        self, context: Sequence[int], own: SuffixIndex, shared: bool
+    ) -> tuple[int, float]:
+        """Token and chance; 0 where nothing is found."""
+        best = likeliest(own, context, OWN_CAUTION)
+        # What another answer drew under the same seed may have no part in this one's drafts.
+        if shared:
+            best = max(best, likeliest(self.shared, context, CAUTION), key=_chance)
+            if self.answers is not None:
+                best = max(best, self.answers.best(context), key=_chance)
         return best
 
-    def _budget(self, length: int, k: int) -> int:
-        return max(
-            0, min(k, int(length * self.options.max_spec_factor + self.options.max_spec_offset))
-        )
+
+def _chance(offer: tuple[int, float]) -> float:
+    return offer[1]
+
+
+def likeliest(index: SuffixIndex, context: Sequence[int], caution: float) -> tuple[int, float]:
+    """The offer of the best chance among those of the orders of an index."""
+    best = SEPARATOR, 0.0
+    for found in index.newest(context, SEEN):
+        length, token = max(found, key=lambda one: one[0])
+        agreeing = sum(other == token for _, other in found)
+        best = max(best, (token, agreeing / (len(found) + caution / length)), key=_chance)
+    return best
 
 
 class OwnText:
@@ -118,52 +142,14 @@ class OwnText:
         self.num_read = len(history)
 
 
-def better(first: SuffixDraft, second: SuffixDraft) -> SuffixDraft:
-    """The draft of the higher score, of equal scores the first."""
-    return second if second.score > first.score + SAME_SCORE else first
-
-
-def most_frequent(continuations: np.ndarray, budget: int, min_prob: float) -> SuffixDraft:
-    """Follows the most frequent next token (of equals, the one seen last) of continuations [C, K],
-    newest first."""
-    rows: list[list[int]] = continuations[:, :budget].tolist()
-    tokens: list[int] = []
-    score, prob = 0.0, 1.0
-    for depth in range(budget):
-        counts = Counter(row[depth] for row in rows)
-        ended = counts.pop(SEPARATOR, 0)
-        if not counts:
-            break
-        # Counter keeps the order of the first sight, and max the first of equals.
-        token, count = max(counts.items(), key=lambda item: item[1])
-        prob *= count / (counts.total() + ended)
-        if prob < min_prob:
-            break
-        tokens.append(token)
-        score += prob
-        rows = [row for row in rows if row[depth] == token]
-    return SuffixDraft(tokens, score)
-
-
 # Lengths of context with a table of their own. Longer contexts are found among the occurrences of
 # the next shorter order.
 ORDERS = (1, 2, 4, 8)
-# Occurrences of a context that are looked at, newest first: enough to rank what follows by
-# frequency.
-MAX_OCCURRENCES = 128
+# Positions of a chain that are looked at, newest first: hashes of other tokens are among them.
+MAX_STEPS = 128
 # Below this, Python's own numbers are faster than arrays.
 FEW = 24
-SEPARATOR = -1
-WORD = (1 << 64) - 1
-MULTIPLIER = 0x9E3779B97F4A7C15
 MIX = 0xD6E8FEB86659FD93
-
-
-class Occurrences(NamedTuple):
-    """C earlier places of a context, newest first."""
-
-    lengths: np.ndarray  # [C] how many tokens before the continuation agree with the context
-    continuations: np.ndarray  # [C, K] the tokens that followed; SEPARATOR from where the text ends
 
 
 class SuffixIndex:
@@ -216,31 +202,39 @@ class SuffixIndex:
         else:
             self._append_many(np.asarray(tokens, dtype=np.int32))
 
-    def occurrences(self, context: Sequence[int], order: int, num_following: int) -> Occurrences:
-        """Earlier places of the last `ORDERS[order]` tokens of `context`, but for the end of the
-        newest text: nothing follows."""
-        keys = _keys(context)
-        places = self._chain(order, keys[order]) if order < len(keys) else []
-        depth = len(context)
-        offsets = np.arange(1 - depth, num_following + 1)
-        positions = np.array(places, dtype=np.int64)[:, None] + offsets
-        found = self._text[positions & self._mask]
-        found[(positions < self.oldest) | (positions >= self.end)] = SEPARATOR
-        agrees = found[:, depth - 1 :: -1] == np.asarray(context, dtype=np.int32)[::-1]
-        lengths = np.where(agrees.all(axis=1), depth, agrees.argmin(axis=1))
-        real = lengths >= ORDERS[order]  # not merely the same hash
-        return Occurrences(lengths[real], found[real, depth:])
+    def newest(self, context: Sequence[int], most: int) -> Iterator[list[tuple[int, int]]]:
+        """For each order, the longest first, its at most `most` newest places that end as `context`
+        does, where there are some: how many tokens agree there, and the token that follows."""
+        for order, key in reversed([*enumerate(_order_keys(context))]):
+            found = [*itertools.islice(self._ends(context, order, key), most)]
+            if found:
+                yield found
 
-    def _chain(self, order: int, key: int) -> list[int]:
+    def _ends(self, context: Sequence[int], order: int, key: int) -> Iterator[tuple[int, int]]:
+        for place in self._chain(order, key):
+            length, token = self._agreeing(context, place), self._cells[place + 1 & self._mask]
+            if length >= ORDERS[order] and token != SEPARATOR:  # not merely the same hash
+                yield length, token
+
+    def _agreeing(self, context: Sequence[int], place: int) -> int:
+        """Number of the last tokens of `context` that are those up to `place`."""
+        cells, mask = self._cells, self._mask
+        most = min(len(context), place - self.oldest + 1)
+        for back in range(most):
+            if cells[place - back & mask] != context[-1 - back]:
+                return back
+        return most
+
+    def _chain(self, order: int, key: int) -> Iterator[int]:
         heads, previous = self._links[order]
         oldest, last, mask = self.oldest, self.end - 1, self._mask
-        places: list[int] = []
         place = heads[self._slot(key)] - 1
-        while place >= oldest and len(places) < MAX_OCCURRENCES:
+        for _ in range(MAX_STEPS):
+            if place < oldest:
+                return
             if place != last:
-                places.append(place)
+                yield place
             place = previous[place & mask] - 1
-        return places
 
     def _slot(self, key: int) -> int:
         return (key * MIX & WORD) >> self._shift
@@ -253,7 +247,7 @@ class SuffixIndex:
         recent = [
             self._cells[position & self._mask] for position in range(self.end - known, self.end)
         ]
-        for (heads, previous), key in zip(self._links, _keys(recent)):
+        for (heads, previous), key in zip(self._links, _order_keys(recent)):
             slot = self._slot(key)
             previous[place & self._mask] = heads[slot]
             heads[slot] = place + 1
@@ -265,15 +259,12 @@ class SuffixIndex:
         begin = max(self._starts[-1], first - ORDERS[-1] + 1)
         recent = self._text[np.arange(begin, self.end) & self._mask].astype(np.uint64)
         key = np.zeros(len(recent), dtype=np.uint64)
-        power, done = 1, 0
-        for order, size in enumerate(ORDERS):
-            for back in range(done, size):
-                key[back:] += recent[: len(recent) - back] * np.uint64(power)
-                power = power * MULTIPLIER & WORD
-            done = size
-            places = np.arange(max(first, begin + size - 1), self.end)
-            slots = (key[places - begin] * np.uint64(MIX)) >> np.uint64(self._shift)
-            self._link(order, places, slots.astype(np.int64))
+        for back, power in enumerate(powers(ORDERS[-1])):
+            key[back:] += (recent[: len(recent) - back] + np.uint64(1)) * power
+            if back + 1 in ORDERS:
+                places = np.arange(max(first, begin + back), self.end)
+                slots = (key[places - begin] * np.uint64(MIX)) >> np.uint64(self._shift)
+                self._link(ORDERS.index(back + 1), places, slots.astype(np.int64))
 
     def _link(self, order: int, places: np.ndarray, slots: np.ndarray) -> None:
         """Link positions as one after the other would: those of one slot point back to each other,
@@ -290,12 +281,7 @@ class SuffixIndex:
         self._heads[order][slots[is_last]] = places[is_last] + 1
 
 
-def _keys(context: Sequence[int]) -> list[int]:
+def _order_keys(context: Sequence[int]) -> list[int]:
     """The hash of the last o tokens for each order o that `context` has tokens for."""
-    keys, key, power = [], 0, 1
-    for back in range(1, min(len(context), ORDERS[-1]) + 1):
-        key = (key + context[-back] * power) & WORD
-        power = power * MULTIPLIER & WORD
-        if back in ORDERS:
-            keys.append(key)
-    return keys
+    keys = keys_of(context, ORDERS[-1])
+    return [keys[size - 1] for size in ORDERS if size <= len(keys)]

@@ -3,16 +3,11 @@ bfloat16 and without paths in its record.
 
 scripts/quickstart --train
 python -m scripts.demo.ship_draft runs/quickstart/shipped-draft
-
-That of the demonstration model, whose commands are in docs/benchmarks/real-model.md:
-
-python -m scripts.demo.ship_draft DRAFT --target demo --out scripts/demo_draft
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -51,7 +46,7 @@ def train_words(target: str | Path, data: str | Path, out: str | Path) -> list[s
     ]  # fmt: skip
 
 
-def ship(draft: Path, out: Path, target: str = TARGET) -> None:
+def ship(draft: Path, out: Path) -> None:
     with atomic_folder(out) as folder:
         weights = load_file(draft / WEIGHTS)
         narrow = {
@@ -63,10 +58,9 @@ def ship(draft: Path, out: Path, target: str = TARGET) -> None:
         key = next((key for key in ("dtype", "torch_dtype") if key in config), "dtype")
         write_json(folder / CONFIG, config | {key: "bfloat16"})
         record = for_others(read_json(draft / RECORD))
-        record["target"]["name"] = target
+        record["target"]["name"] = TARGET
         write_json(folder / RECORD, record)
-        if target == TARGET:
-            write_json(folder / TRAINING, training())
+        write_json(folder / TRAINING, training())
 
 
 def training() -> dict[str, str]:
@@ -84,11 +78,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("draft", type=Path)
     parser.add_argument("--out", type=Path, default=SHIPPED_DRAFT)
-    parser.add_argument("--target", default=TARGET)
     arguments = parser.parse_args()
-    ship(arguments.draft, arguments.out, arguments.target)
-    size = sum(file.stat().st_size for file in arguments.out.iterdir())
-    print(json.dumps({"out": str(arguments.out), "bytes": size}))
+    ship(arguments.draft, arguments.out)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def bench(name: str, draft: Path) -> None:
 def bench_real() -> None:
     """A chat model that pip fetches, on prompts from GitHub; passed over where there is neither."""
     words: list[str | Path] = [
-        "bench", "demo", "--suffix", "--temperature", "0", "--repeats", "1",
+        "bench", "demo", "--suffix", "--suffix-answers", "demo", "--temperature", "0", "--repeats", "1",
         "--suite", "spec-bench", "--suite-share", "0.0125", "--max-tokens", "128",
         "--max-length", "2048", "--out", RUN / REAL,
     ]  # fmt: skip

@@ -8,11 +8,11 @@ from draftsmith.client import API_KEY_HELP
 from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Limits, option
 from draftsmith.drafters.config import Pair
 from draftsmith.prompts.suites import MOST_HELP, SuiteOptions
-from draftsmith.serve.config import LookupOptions, NumDrafted
+from draftsmith.serve.config import AnswerLookup, NumDrafted
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedPair(LookupOptions, Pair):
+class ServedPair(AnswerLookup, Pair):
     """Options that a started server has too."""
 
 

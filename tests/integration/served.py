@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.drafters import checkpoint, versions
 from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
-from draftsmith.drafters.options import OPTIONS, SuffixOptions
+from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
@@ -45,7 +45,7 @@ def make_drafter(family: str, target: Target, **options: Any) -> ServingDrafter:
         return Ngram(min_n=1, max_n=3)
     if "suffix" in family:
         # Remembering the same answers from the engine before, it would be right too often.
-        text = Suffix(SuffixOptions(max_spec_offset=1.0, max_cached_requests=0))
+        text = Suffix(max_cached_requests=0)
         if family == "suffix":
             return text
         both = TextFirst(make_drafter("draft-lm", target, **options), text)

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from draftsmith.cli import main
 from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.options import OPTIONS as FAMILY_OPTIONS
-from draftsmith.drafters.options import SuffixOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.ngram import Ngram
@@ -57,7 +56,7 @@ def make(family: str, target: Target) -> ServingDrafter:
     if family == "ngram":
         return Ngram(min_n=1, max_n=3)
     if family == "suffix":
-        return Suffix(SuffixOptions(max_spec_offset=1.0))
+        return Suffix()
     if family != "draft-lm":
         return FAMILIES[family].create(FAMILY_OPTIONS[family](), target, seed=1).eval()
     # The target with some noise: most of its drafts are kept, not all.

@@ -104,15 +104,15 @@ def vllm_server(
 
 
 def llama_systems(stack: ExitStack, bench: Bench, program: str) -> Iterator[System]:
-    """llama.cpp's server with target and draft as GGUF in the same dtype, one thread as ours; both
-    come of the draft's export."""
+    """llama.cpp's server with target and draft as GGUF in the same dtype, with its own number of
+    threads; both come of the draft's export."""
     eagle3 = ["--spec-type", "draft-eagle3", "--spec-draft-n-max", str(bench.k)]
     for name in ("no draft", "draft"):
         if not bench.wants(f"llama.cpp, {name}"):
             continue
         folder = bench.exported("gguf", "--with-target")
         drafting = [] if name == "no draft" else ["-md", str(folder / "draft.gguf"), *eagle3]
-        command = [program, "-m", str(folder / "target.gguf"), "-t", "1", "--offline"]
+        command = [program, "-m", str(folder / "target.gguf"), "--offline"]
         command += ["--no-ui", "-np", str(bench.streams), "-c", str(1024 * bench.streams)]
         url, _ = stack.enter_context(server("llama.cpp", [*command, *drafting], {}))
         yield Served(f"llama.cpp, {name}", url, extra=PLAIN_SAMPLING)

@@ -8,13 +8,22 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.drafters.interface import Remembering
-from draftsmith.drafters.options import SuffixOptions
+from draftsmith.drafters.text.answers import CAUTION
 from draftsmith.drafters.text.ngram import Ngram
-from draftsmith.drafters.text.suffix import MAX_OCCURRENCES, Suffix, SuffixIndex
+from draftsmith.drafters.text.suffix import (
+    LEAST,
+    LONGEST,
+    MAX_STEPS,
+    ORDERS,
+    OWN_CAUTION,
+    SEEN,
+    Suffix,
+    SuffixIndex,
+)
 from draftsmith.errors import UserError
 from tests.first_rounds import text_round
 
@@ -25,70 +34,55 @@ def propose(
     num_draft: list[int],
     names: Sequence[str] = (),
     shares: Sequence[bool] = (),
+    least: float = 0.0,
 ):
-    return drafter.propose(
-        text_round(histories, num_draft, request_ids=list(names), shares=list(shares))
-    )
+    names, shares = list(names), list(shares)
+    changes = {"request_ids": names, "shares": shares, "least_survival": least}
+    return drafter.propose(text_round(histories, num_draft, **changes))
 
 
-def drafted(drafter: Suffix | Ngram, history: list[int], k: int, name: str = "") -> list[int]:
-    proposal = propose(drafter, [history], [k], [name] if name else [])
+def drafted(
+    drafter: Suffix | Ngram, history: list[int], k: int, name: str = "", least: float = 0.0
+) -> list[int]:
+    proposal = propose(drafter, [history], [k], [name] if name else [], least=least)
     return proposal.tokens[0, : proposal.lengths[0]].tolist()
 
 
-def continuations(
-    texts: Sequence[Sequence[int]], context: Sequence[int], *, skip: tuple[int, int] | None
-) -> list[list[int]]:
-    """What followed every occurrence of `context`, newest first. `skip` is (text, end) of an
-    occurrence that does not count."""
-    found = []
-    for number in reversed(range(len(texts))):
-        text = texts[number]
-        for end in range(len(text), len(context) - 1, -1):
-            if (number, end) != skip and list(text[end - len(context) : end]) == list(context):
-                found.append(list(text[end:]))
-    return found
-
-
-def reference(
-    texts: Sequence[Sequence[int]], history: Sequence[int], k: int, options: SuffixOptions
-):
-    """(tokens, score) by looking at every context length and every occurrence. The newest text's
-    own end is no occurrence."""
-    best: tuple[list[int], float] = ([], 0.0)
-    skip = (len(texts) - 1, len(texts[-1])) if texts else None
-    for length in range(min(options.max_tree_depth, len(history)), 0, -1):
-        rows = continuations(texts, history[-length:], skip=skip)
-        tokens, score, prob = [], 0.0, 1.0
-        for depth in range(min(k, int(length * options.max_spec_factor + options.max_spec_offset))):
-            following = [row[depth] for row in rows if len(row) > depth]
-            if not following:
-                break
-            token = max(dict.fromkeys(following), key=following.count)
-            prob *= following.count(token) / len(rows)
-            if prob < options.min_token_prob:
-                break
-            tokens, score = [*tokens, token], score + prob
-            rows = [row for row in rows if len(row) > depth and row[depth] == token]
-        if score > best[1] + 1e-12:
-            best = tokens, score
+def offer(
+    texts: Sequence[Sequence[int]], context: Sequence[int], caution: float
+) -> tuple[int, float]:
+    """Token and chance by looking at every place of `texts`, newest first."""
+    best = -1, 0.0
+    for size in reversed(ORDERS):
+        found = []
+        for text in reversed(texts):
+            for end in range(len(text) - 1, size - 1, -1):
+                if size <= len(context) and list(text[end - size : end]) == context[-size:]:
+                    pairs = zip(reversed(text[:end]), reversed(context))
+                    agreeing = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+                    found.append((len(list(agreeing)), text[end]))
+        if newest := found[:SEEN]:
+            length, token = max(newest, key=lambda one: one[0])
+            chance = [one[1] for one in newest].count(token) / (len(newest) + caution / length)
+            best = max(best, (token, chance), key=lambda one: one[1])
     return best
 
 
-OPTIONS = st.builds(
-    SuffixOptions,
-    max_tree_depth=st.integers(1, 24),
-    max_spec_factor=st.sampled_from([0.5, 1.0, 2.0]),
-    max_spec_offset=st.sampled_from([0.0, 1.0]),
-    min_token_prob=st.sampled_from([0.0, 0.1, 0.4, 0.9]),
-)
-# With these the scores of two drafts once differed by rounding alone, and the shorter context won.
-ROUNDED_OWN = SuffixOptions(
-    max_tree_depth=3, max_spec_factor=2.0, max_spec_offset=0.0, min_token_prob=0.0
-)
-ROUNDED_SHARED = SuffixOptions(
-    max_tree_depth=8, max_spec_factor=0.5, max_spec_offset=1.0, min_token_prob=0.0
-)
+def reference(
+    texts: Sequence[Sequence[int]], history: list[int], k: int, least: float
+) -> list[int]:
+    """The draft behind `history`, with the finished `texts`."""
+    tokens: list[int] = []
+    survival = 1.0
+    while len(tokens) < k:
+        context = [*history, *tokens][-LONGEST:]
+        own, shared = offer([history], context, OWN_CAUTION), offer(texts, context, CAUTION)
+        token, chance = max(own, shared, key=lambda one: one[1])
+        survival *= chance
+        if survival < least:
+            break
+        tokens.append(token)
+    return tokens
 
 
 def texts_of(last: int, max_size: int) -> st.SearchStrategy[list[int]]:
@@ -96,46 +90,46 @@ def texts_of(last: int, max_size: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, last), min_size=1, max_size=max_size)
 
 
+K, LEASTS = st.integers(1, 6), st.sampled_from([0.0, 0.2, 0.5])
+
+
 @settings(max_examples=75, deadline=None)
 @given(
-    options=OPTIONS,
-    k=st.integers(1, 6),
+    k=K,
+    least=LEASTS,
     history=st.integers(0, 4).flatmap(lambda last: texts_of(last, 100)),
     pieces=st.lists(st.integers(1, 60), min_size=1, max_size=100),
 )
-@example(options=ROUNDED_OWN, k=4, history=[0, 0, 1, 0, 0, 0, 0, 0, 0], pieces=[9])
-def test_own_text_equals_a_search_of_everything(options, k, history, pieces):
+def test_own_text_equals_a_search_of_everything(k, least, history, pieces):
     """Read in pieces of any size, as rounds commit them."""
-    drafter, read, sizes = Suffix(options), 0, itertools.cycle(pieces)
+    drafter, read, sizes = Suffix(), 0, itertools.cycle(pieces)
     while read < len(history):
         read += min(next(sizes), len(history) - read)
-        expected, _ = reference([history[:read]], history[:read], k, options)
-        assert drafted(drafter, history[:read], k, "a") == expected
+        expected = reference([], history[:read], k, least or LEAST)
+        assert drafted(drafter, history[:read], k, "a", least) == expected
 
 
 @settings(max_examples=75, deadline=None)
 @given(
-    options=OPTIONS,
-    k=st.integers(1, 6),
+    k=K,
+    least=LEASTS,
     texts_and_history=st.integers(0, 3).flatmap(
         lambda last: st.tuples(
             st.lists(texts_of(last, 40), min_size=1, max_size=3), texts_of(last, 40)
         )
     ),
 )
-@example(options=ROUNDED_SHARED, k=5, texts_and_history=([[0] * 13, [0] * 13, [0] * 16], [0] * 8))
-def test_shared_texts_equal_a_search_of_everything(options, k, texts_and_history):
+def test_shared_texts_equal_a_search_of_everything(k, least, texts_and_history):
     texts, history = texts_and_history
-    drafter = Suffix(options)
+    drafter = Suffix()
     for number, text in enumerate(texts):
         drafter.finished(str(number), text)
-    own = reference([history], history, k, options)
-    shared = reference(texts, history, k, options)
-    assert drafted(drafter, history, k) == (shared if shared[1] > own[1] + 1e-12 else own)[0]
+    expected = reference(texts, history, k, least or LEAST)
+    assert drafted(drafter, history, k, least=least) == expected
 
 
 def test_finished_requests_serve_others_and_are_forgotten_in_order():
-    drafter = Suffix(SuffixOptions(max_cached_requests=2))
+    drafter = Suffix(max_cached_requests=2)
     assert isinstance(drafter, Remembering)
     for number in range(3):
         drafter.finished(str(number), [10 * number + 100, 10 * number + 101, 10 * number + 102])
@@ -152,7 +146,7 @@ def test_what_may_not_be_kept_is_not():
     assert drafted(drafter, [1, 2, 3, 1, 2], 1, "secret") == [3]
     drafter.finished("secret", [])
     assert drafted(drafter, [1, 2], 1, "other") == []
-    nothing_shared = Suffix(SuffixOptions(max_cached_requests=0))
+    nothing_shared = Suffix(max_cached_requests=0)
     nothing_shared.finished("a", [1, 2, 3])
     assert drafted(nothing_shared, [1, 2], 1) == []
 
@@ -178,8 +172,8 @@ def test_rows_of_different_k():
     proposal = propose(
         Suffix(), [[1, 2, 3, 1, 2], [1, 2, 3, 1, 2], [5, 6]], [3, 0, 4], ["a", "b", "c"]
     )
-    assert proposal.tokens.tolist() == [[3, 1, -1, -1], [-1] * 4, [-1] * 4]
-    assert proposal.lengths.tolist() == [2, 0, 0] and proposal.logits is None
+    assert proposal.tokens.tolist() == [[3, 1, 2, -1], [-1] * 4, [-1] * 4]
+    assert proposal.lengths.tolist() == [3, 0, 0] and proposal.logits is None
     assert propose(Suffix(), [[1, 2, 1]], [0]).tokens.shape == (1, 0)
 
 
@@ -196,29 +190,11 @@ def test_the_ring_forgets_the_oldest_tokens_alone(piece):
     if piece >= 256:
         return  # more at once than the ring holds: only its end is read
     held = text[-256:]
-    for order, size in enumerate((1, 2, 4)):
-        found = index.occurrences(held[-12:], order, 3)
-        ends = [
-            end
-            for end in range(len(held) - 1, size - 1, -1)
-            if held[end - size : end] == held[-size:]
-        ]
-        followed = [(held[end : end + 3] + [-1] * 3)[:3] for end in ends]
-        assert found.continuations.tolist() == followed[:MAX_OCCURRENCES]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_tree_depth": 0},
-        {"min_token_prob": 1.5},
-        {"max_spec_factor": -1.0},
-        {"max_cached_requests": -1},
-    ],
-)
-def test_bad_options(wrong):
-    with pytest.raises(UserError, match=next(iter(wrong))):
-        Suffix(SuffixOptions(**wrong))
+    for found in index.newest(held[-12:], 500):
+        size = min(length for length, _ in found)
+        ends = [end for end in range(255, size - 1, -1) if held[end - size : end] == held[-size:]]
+        assert [token for _, token in found] == [held[end] for end in ends][: len(found)]
+        assert len(found) == min(len(ends), MAX_STEPS)
 
 
 # n-grams

@@ -45,7 +45,7 @@ def propose(drafter: TextFirst, histories: list[list[int]], num_draft: list[int]
     return drafter.propose(text_round(histories, num_draft, request_ids=names))
 
 
-REPEATED, NEW = [1, 2, 3, 4, 5, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6]
+REPEATED, NEW = [1, 2, 3, 4, 5] * 6 + [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]
 
 
 def test_text_drafts_where_it_is_sure_and_the_model_elsewhere():

@@ -163,6 +163,7 @@ def test_the_started_server_gets_the_pair_that_bench_got() -> None:
         "trust_remote_code": True,
         "ngram": True,
         "suffix": True,
+        "suffix_answers": "a",
     }
     defaults = {field.name: field.default for field in dataclasses.fields(ServedPair)}
     assert given.keys() == defaults.keys() and all(
