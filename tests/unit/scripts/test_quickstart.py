@@ -12,6 +12,8 @@ import pytest
 
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.target.target import Target
+from draftsmith.drafters.text.answers import DEMO, AnswerTable, tokens_of
+from draftsmith.files import read_json
 from draftsmith.train.export import gguf, openvino
 from draftsmith.train.export.portable import check_represented
 from scripts.demo import report, ship_draft
@@ -40,10 +42,19 @@ def test_speed_is_shown_before_anything_is_trained() -> None:
 def test_the_shipped_draft_is_small_and_made_for_the_shipped_target(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert sum(file.stat().st_size for file in SHIPPED_DRAFT.iterdir()) <= 8_000_000
+    for folder in (SHIPPED_DRAFT, DEMO):
+        assert sum(file.stat().st_size for file in folder.iterdir()) <= 8_000_000
     caplog.set_level(logging.WARNING)
     draft = checkpoint.load(SHIPPED_DRAFT, Target.load(SHIPPED_TARGET))
     assert draft.family == "eagle3" and "other weights" not in caplog.text
+
+
+def test_the_shipped_answers_are_those_of_the_demonstration_model() -> None:
+    assert read_json(DEMO / "provenance.json")["target"] == "demo"
+    texts = [text for file in DEMO.glob("*.parquet") for text in tokens_of(file)]
+    assert len(texts) == 8125 and max(map(max, texts)) < 49152
+    token, share = AnswerTable(texts).best([1, 520, 9531])  # <|im_start|>assistant
+    assert token == 198 and share > 0.9, "a line break follows"
 
 
 def test_other_engines_read_the_shipped_draft_as_it_is() -> None:
