@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from draftsmith.drafters.layouts.hub import check_named
 from draftsmith.lock import folder_lock
 from draftsmith.progress import say_loading
 from draftsmith.train import resolve
@@ -24,6 +25,7 @@ def run(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> int:
     resolve.check(config)
     check_folders(config.data)
     RunFolder(config.out).check(config)
+    check_named(config)
     # The first of several processes holds the folder for all.
     is_first = os.environ.get("RANK", "0") == "0"
     with folder_lock(config.out, "train") if is_first else nullcontext():

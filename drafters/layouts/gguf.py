@@ -15,18 +15,16 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.drafters.layouts import demo
-from draftsmith.drafters.layouts.hub import WEIGHT_FILES, ask_hub, snapshot, split_revision
+from draftsmith.drafters.layouts import hub
+from draftsmith.drafters.layouts.hub import CONFIG
 from draftsmith.errors import UserError, first_line, missing
 from draftsmith.files import atomic_folder, locked
 from draftsmith.kernels.host_compiler import cache_folder
 from draftsmith.progress import say
 
-CONFIG, SUFFIX, MAGIC = "config.json", ".gguf", b"GGUF"
+MAGIC = b"GGUF"
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf")
 # Name of a type in the file -> that of the folder's weights; of any other, bfloat16.
 DTYPES = {"F32": torch.float32, "F16": torch.float16}
@@ -38,55 +36,15 @@ def model_folder(path: str | Path, *, weights: bool = True) -> str | Path:
 
     GGUF is a file, a folder that holds one and no config.json, `org/name:file.gguf` of the Hub, or
     `demo`. Raises `UserError` for a file that transformers cannot read, and as `ask_hub`."""
-    file = _file(str(path))
+    file = hub.gguf_file(str(path))
     if file is None:
-        name, revision = split_revision(path)
+        name, revision = hub.split_revision(path)
         if revision is not None:
-            without = WEIGHT_FILES[4:] if weights else WEIGHT_FILES  # transformers reads four kinds
-            return snapshot(name, "model", revision=revision, without=without)
-        ask_hub(path)
+            without = hub.WEIGHT_FILES[4 if weights else 0 :]  # transformers reads four kinds
+            return hub.snapshot(name, "model", revision=revision, without=without)
+        hub.ask_hub(path)
         return path
     return _converted(file.resolve())
-
-
-def _file(path: str) -> Path | None:
-    local = Path(path)
-    if local.is_dir():
-        return _only_file(local)
-    if local.is_file() and local.suffix == SUFFIX:
-        return local
-    if path == demo.NAME:
-        return demo.file()
-    if path.endswith(SUFFIX):
-        return _downloaded(path)
-    return None
-
-
-def _only_file(folder: Path) -> Path | None:
-    files = sorted(folder.glob(f"*{SUFFIX}"))
-    if not files or (folder / CONFIG).exists():
-        return None
-    if len(files) > 1:
-        raise UserError(
-            f"{str(folder)!r} holds {len(files)} GGUF files, {files[0].name!r} and others; name one"
-        )
-    return files[0]
-
-
-def _downloaded(path: str) -> Path:
-    repo, _, name = path.partition(":")
-    if not name:
-        raise UserError(
-            f"GGUF file {path!r} does not exist; check the path, or write org/name:file.gguf for "
-            "one of the Hub"
-        )
-    ask_hub(repo)
-    try:
-        return Path(hf_hub_download(repo, name))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"GGUF file {path!r} cannot be had from the Hub ({first_line(error)}); check its name"
-        ) from error
 
 
 @functools.cache

@@ -4,6 +4,7 @@ which take seconds to import."""
 from __future__ import annotations
 
 from draftsmith.config import check_limits
+from draftsmith.drafters.layouts.hub import check_named
 from draftsmith.errors import UserError
 from draftsmith.files import check_result
 from draftsmith.progress import say_loading
@@ -15,6 +16,7 @@ from draftsmith.train.data.folders import check_folders, folders_of
 def run(config: EvalConfig) -> int:
     check(config)
     say_loading()
+    check_named(config)
     from draftsmith.train.evaluate.command import run as evaluate
 
     return evaluate(config)

@@ -166,6 +166,7 @@ def start(name: str, config: Any, **more: Any) -> int:
     check_extra(name, COMMANDS[name].extra)
     if COMMANDS[name].loads:
         say_loading()
+        load("draftsmith.drafters.layouts.hub:check_named")(config)
     if COMMANDS[name].saves and not hasattr(config, "threads"):
         say_busy()  # what takes long
     try:

@@ -34,6 +34,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
         def do_HEAD(self) -> None:
             paths.append(self.path)
             self.send_response(503 if "broken" in self.path else 404)
+            if "absent" in self.path:
+                self.send_header("X-Error-Code", "RepoNotFound")
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
@@ -73,6 +75,11 @@ def test_no_hub_is_a_sentence_with_both_mends(
         locate("nofolder")
     assert "draft 'nofolder' is no folder here" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_the_hub_has_not_is_refused_at_once(asked: list[str]) -> None:
+    with pytest.raises(UserError, match="'ann/absent' is neither a folder here nor on the Hub"):
+        model_folder("ann/absent")
 
 
 @pytest.mark.parametrize("path", ["/nofolder/x", "./nofolder", "~/nofolder", "a/b/nofolder"])
