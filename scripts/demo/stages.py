@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from draftsmith.drafters.layouts import demo
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.progress import duration
+from draftsmith.prompts.published import SUITES
+from draftsmith.prompts.suites import files_of
 from scripts.demo import ship_draft
 from scripts.demo.commands import RUN, Words, draftsmith, together
 from scripts.demo.machine import Sizes, measure_pace, sizes_of
@@ -141,16 +144,18 @@ def bench(name: str, draft: Path) -> None:
 
 
 def bench_real() -> None:
-    """A chat model that pip fetches, on prompts from GitHub; passed over where there is neither."""
-    words: list[str | Path] = [
+    """A chat model that pip fetches, on prompts from GitHub; passed over where one cannot be had."""
+    try:
+        demo.file()
+        files_of(SUITES["spec-bench"])
+    except UserError as error:
+        print(f"  passed over, as no other stage needs it: {error}; --fresh tries it again")
+        return
+    draftsmith(
         "bench", "demo", "--suffix", "--suffix-answers", "demo", "--temperature", "0", "--repeats", "1",
         "--suite", "spec-bench", "--suite-share", "0.0125", "--max-tokens", "128",
         "--max-length", "2048", "--out", RUN / REAL,
-    ]  # fmt: skip
-    try:
-        draftsmith(*words)
-    except subprocess.CalledProcessError:
-        print("  passed over: the other stages need nothing from elsewhere; --fresh tries it again")
+    )  # fmt: skip
 
 
 def learn(requests: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import subprocess
@@ -33,26 +32,8 @@ def flag_list() -> str:
                 for option in action.option_strings or [action.dest]
                 if option not in ("-h", "--help") and action.help != argparse.SUPPRESS
             ]
-        lines += [f"{name} {key}" for key in nested_keys(cls)]
+        lines += [f"{name} {key}" for key in configuration.dotted_names(cls) if "." in key]
     return "\n".join(lines) + "\n"
-
-
-def nested_keys(cls: type, prefix: str = "") -> list[str]:
-    keys = []
-    for name, wanted in configuration.field_types(cls).items():
-        inner = next(
-            (
-                part
-                for part in (wanted, *getattr(wanted, "__args__", ()))
-                if dataclasses.is_dataclass(part)
-            ),
-            None,
-        )
-        if inner is not None:
-            keys += nested_keys(inner, f"{prefix}{name}.")
-        elif prefix:
-            keys.append(prefix + name)
-    return keys
 
 
 def test_the_flag_list_is_frozen() -> None:

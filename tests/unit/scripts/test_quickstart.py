@@ -6,20 +6,23 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
 
 from draftsmith.drafters import checkpoint
+from draftsmith.drafters.layouts import demo
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.answers import DEMO, AnswerTable, tokens_of
 from draftsmith.files import read_json
+from draftsmith.prompts.published import SUITES
 from draftsmith.train.export import gguf, openvino
 from draftsmith.train.export.portable import check_represented
 from scripts.demo import report, ship_draft
 from scripts.demo.machine import sizes_of
 from scripts.demo.shipped import SHIPPED_DRAFT, SHIPPED_TARGET
-from scripts.demo.stages import stages
+from scripts.demo.stages import bench_real, stages
 
 INSTALLATION_S = 150
 MOST_S = 600  # as the documents promise
@@ -37,6 +40,19 @@ def test_speed_is_shown_before_anything_is_trained() -> None:
     names = [stage.name for stage in stages(False, sizes_of(1.0))]
     assert names.index("target") < names.index("speed") < names.index("generate")
     assert "draft" in [stage.name for stage in stages(True, sizes_of(1.0))]
+
+
+def test_the_real_model_is_passed_over_only_where_it_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_SUITES", str(tmp_path))
+    monkeypatch.setattr(demo, "file", lambda: tmp_path)
+    bench_real()
+    assert "passed over" in capsys.readouterr().out
+    monkeypatch.setitem(SUITES, "spec-bench", SUITES["spec-bench"]._replace(files=()))
+    monkeypatch.setattr("scripts.demo.commands.COMMAND", ["false"])
+    with pytest.raises(CalledProcessError):
+        bench_real()
 
 
 def test_the_shipped_draft_is_small_and_made_for_the_shipped_target(
