@@ -7,6 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.progress import say_loading
 from draftsmith.version import __version__
 
 
@@ -37,6 +38,8 @@ def __getattr__(name: str) -> Any:
     """Load a name on first use: the command line must not wait for torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'draftsmith' has no attribute {name!r}")
+    if name == "Engine":
+        say_loading()
     found = getattr(import_module(_HOMES[name]), name)
     if name == "Engine":
         # Joined here to the buffer, which `serve` may not import.

@@ -168,18 +168,20 @@ def test_a_log_of_json_is_so_from_its_first_line(tmp_path: Path) -> None:
 
 def test_a_command_that_waits_for_torch_says_so_before_it() -> None:
     code = """
-import os
+import draftsmith, os
 from draftsmith import cli
 os.environ.pop("OMP_NUM_THREADS", None)
 os.getloadavg = lambda: (os.cpu_count() + 1.0, 0.0, 0.0)
 for name, words in {"bench": ["."], "generate": [".", "out=o"], "chat": []}.items():
     cli.COMMANDS[name] = cli.COMMANDS[name]._replace(run="builtins:print")
     cli.main([name, *words])
+draftsmith._HOMES["Engine"] = "types"
+getattr(draftsmith, "Engine", None)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = ["loading", "loading", "other work has the cores"]
+    said = ["loading", "loading", "other work has the cores", "loading"]
     found = done.stderr.splitlines()
-    assert len(found) == 3 and all(f"draftsmith: {a}" in b for a, b in zip(said, found))
+    assert len(found) == 4 and all(f"draftsmith: {a}" in b for a, b in zip(said, found))
     assert done.stdout.count("Config(") == 3
 
 
