@@ -137,9 +137,10 @@ class TapSource:
         if missing:
             raise UserError(
                 f"the draft reads tap {missing[0]} and stored are "
-                f"{', '.join(map(str, stored.taps))}; delete the stored taps and "
-                "run draftsmith generate --store-taps --taps "
-                f"{' '.join(str(tap) for tap in taps if tap != FINAL)}"
+                f"{', '.join(map(str, stored.taps))}; train with --teacher live, or delete the "
+                "stored taps and run draftsmith generate --store-taps "
+                f"{stored.files[0].precision} --taps "
+                f"{' '.join(map(str, sorted({*stored.taps, *taps} - {FINAL})))}"
             )
 
     def read(self, text: TextBatch, taps: tuple[int, ...]) -> TargetSignals:
