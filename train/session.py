@@ -45,7 +45,7 @@ from draftsmith.train.reporting import Reporter, rank_0_s
 from draftsmith.train.trainer import DraftTrainer, Trainee
 from draftsmith.version import __version__
 
-WEAK_TAU = 1.1  # the draft's own passes cost more than this brings
+WEAK_TAU = 1.2  # the draft's own passes cost more than this brings
 
 
 class Material(NamedTuple):
@@ -290,9 +290,9 @@ def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> No
     tau = record["metrics"].get("tau") if best is None else best.tau
     if tau is not None and tau < WEAK_TAU:
         print(
-            f"tau {tau:.2f} is near 1, so nearly no drafted token is accepted and serving gains "
-            f"nothing; train longer than {steps} steps or on more data, and check the data with "
-            "draftsmith doctor"
+            f"tau {tau:.2f} is near 1, so few drafted tokens are accepted and serving with it is "
+            f"likely slower than without; train longer than {steps} steps or on more data, and "
+            "check the data with draftsmith doctor"
         )
 
 
