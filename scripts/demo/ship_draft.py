@@ -48,10 +48,9 @@ def train_words(target: str | Path, data: str | Path, out: str | Path) -> list[s
 
 def ship(draft: Path, out: Path) -> None:
     with atomic_folder(out) as folder:
-        weights = load_file(draft / WEIGHTS)
         narrow = {
             name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-            for name, tensor in weights.items()
+            for name, tensor in load_file(draft / WEIGHTS).items()
         }
         save_file(narrow, folder / WEIGHTS, {"format": "pt"})
         config = read_json(draft / CONFIG)
@@ -78,8 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("draft", type=Path)
     parser.add_argument("--out", type=Path, default=SHIPPED_DRAFT)
-    arguments = parser.parse_args()
-    ship(arguments.draft, arguments.out)
+    ship(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -152,9 +152,8 @@ def bench_real() -> None:
         print(f"  passed over, as no other stage needs it: {error}; --fresh tries it again")
         return
     draftsmith(
-        "bench", "demo", "--suffix", "--suffix-answers", "demo", "--temperature", "0", "--repeats", "1",
-        "--suite", "spec-bench", "--suite-share", "0.0125", "--max-tokens", "128",
-        "--max-length", "2048", "--out", RUN / REAL,
+        "bench", "demo", "--suffix", "--suffix-answers", "demo", "--suite", "spec-bench", "--suite-share",
+        "0.0125", "--max-tokens", "128", "--max-length", "2048", "--temperature", "0", "--repeats", "1", "--out", RUN / REAL,
     )  # fmt: skip
 
 
