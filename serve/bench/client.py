@@ -173,11 +173,10 @@ class Client:
         return result
 
     async def scrape(self) -> Scrape:
-        """The server's metrics; empty where it has none."""
-        response = await self.http.get("/metrics")
+        """The server's metrics; empty where it has none. llama.cpp's then hangs up."""
         try:
-            return parse(response.text)
-        except UserError:
+            return parse((await self.http.get("/metrics")).text)
+        except (UserError, httpx.HTTPError):
             return Scrape({}, {})
 
     def _send(self, request: httpx.Request) -> Awaitable[httpx.Response]:

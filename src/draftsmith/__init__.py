@@ -7,7 +7,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.progress import say_loading
 from draftsmith.version import __version__
 
 
@@ -39,7 +38,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'draftsmith' has no attribute {name!r}")
     if name == "Engine":
-        say_loading()
+        import_module("draftsmith.progress").say_loading()
     found = getattr(import_module(_HOMES[name]), name)
     if name == "Engine":
         # Joined here to the buffer, which `serve` may not import.

@@ -146,8 +146,8 @@ def assert_one_sentence(capsys: pytest.CaptureFixture, *words: str) -> None:
 @pytest.mark.parametrize("arguments, words", [
     (["--target", "/nowhere/at/all"], ["/nowhere/at/all"]),
     (["--target", "{llama}", "--draft", "/nowhere/draft"], ["/nowhere/draft"]),
-    (["--target", "{llama}", "--ngram", "--draft", "x"], ["ngram"]),
-    (["--target", "{llama}", "--suffix", "--draft", "x", "--learn", "y"], ["suffix"]),
+    (["--target", "{llama}", "--ngram", "--draft", "{llama}"], ["ngram"]),
+    (["--target", "{llama}", "--suffix", "--draft", "{llama}", "--learn", "y"], ["suffix"]),
     (["--target", "{llama}", "--versions", "{empty}"], ["no version"]),
     (["--target", "{llama}", "--max-length", "9999"], ["9999"]),
 ])  # fmt: skip
@@ -194,7 +194,7 @@ def test_bench_starts_a_server_and_compares_off_with_on(
     (["--url", "http://127.0.0.1:9", "--prompts", "/nowhere.txt"], ["/nowhere.txt"]),
     (["--url", "http://127.0.0.1:9", "--modes", "sideways"], ["sideways"]),
     (["--url", "http://127.0.0.1:9", "--draft", "x"], ["draft is for a server started here"]),
-    (["--target", "x", "--heterogeneous-vocab"], ["heterogeneous_vocab is given without a draft"]),
+    (["--target", ".", "--heterogeneous-vocab"], ["heterogeneous_vocab is given without a draft"]),
     (["--target", "/nowhere/at/all"], ["/nowhere/at/all"]),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_one_sentence(
