@@ -51,6 +51,16 @@ def test_hours_are_those_of_the_measured_step(
     assert found["refused"] == {}
 
 
+def test_a_reduced_vocabulary_is_planned_before_there_is_data(
+    planned: Planned, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("draft: {draft_vocab_size: 32}\n")
+    (reduced,) = planned("--recipe", str(recipe), "--families", "eagle3")["drafts"]
+    (whole,) = planned("--families", "eagle3")["drafts"]
+    assert reduced["parameters"] < whole["parameters"]
+
+
 def test_what_is_to_be_given_is_a_command_of_train(planned: Planned, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
