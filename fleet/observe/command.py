@@ -20,7 +20,7 @@ from draftsmith.errors import UserError
 from draftsmith.fleet.config import ObserveConfig
 from draftsmith.fleet.observe.exchange import Models, Observer, ProxyCounters
 from draftsmith.fleet.observe.proxy import Proxy
-from draftsmith.progress import say_loading, set_up_logging
+from draftsmith.progress import set_up_logging
 
 logger = logging.getLogger("draftsmith.observe")
 # What a stopping proxy waits for answers that are passing through.
@@ -34,8 +34,6 @@ def run(config: ObserveConfig) -> int:
     url = base_of(config.url, "url")
     counters = ProxyCounters()
     with ExitStack() as closing, bind(config.listen) as listener:
-        if config.target:
-            say_loading()  # for its tokenizer
         observer = Observer(
             config,
             counters,

@@ -73,6 +73,7 @@ COMMANDS = {
         "draftsmith.fleet.observe.command:run",
         "a proxy that records the traffic of another server, to learn from",
         "serve",
+        loads=True,
     ),
     "forget": Command(
         "draftsmith.distill.config:ForgetConfig",

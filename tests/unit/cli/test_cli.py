@@ -172,17 +172,19 @@ import draftsmith, os
 from draftsmith import cli
 os.environ.pop("OMP_NUM_THREADS", None)
 os.getloadavg = lambda: (os.cpu_count() + 1.0, 0.0, 0.0)
-for name, words in {"bench": ["."], "generate": [".", "out=o"], "chat": []}.items():
+observed = ["--url", "http://h", "--buffer", "b"]
+commands = {"bench": ["."], "observe": observed, "chat": []}
+for name, words in {**commands, "generate": [".", "out=o"]}.items():
     cli.COMMANDS[name] = cli.COMMANDS[name]._replace(run="builtins:print")
     cli.main([name, *words])
 draftsmith._HOMES["Engine"] = "types"
 getattr(draftsmith, "Engine", None)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = ["loading", "loading", "other work has the cores", "loading"]
+    said = ["loading", "loading", "loading", "other work has the cores", "loading"]
     found = done.stderr.splitlines()
-    assert len(found) == 4 and all(f"draftsmith: {a}" in b for a, b in zip(said, found))
-    assert done.stdout.count("Config(") == 3
+    assert len(found) == 5 and all(f"draftsmith: {a}" in b for a, b in zip(said, found))
+    assert done.stdout.count("Config(") == 4
 
 
 @pytest.mark.parametrize(("beside", "of_session"), [("0", "10"), ("60", "0")])
