@@ -168,8 +168,8 @@ def start(name: str, config: Any, **more: Any) -> int:
     if COMMANDS[name].loads:
         say_loading()
         load("draftsmith.drafters.layouts.hub:check_named")(config)
-    if COMMANDS[name].saves and not hasattr(config, "threads"):
-        say_busy()  # what takes long
+    if (COMMANDS[name].saves or name == "plan") and not hasattr(config, "threads"):
+        say_busy()  # what takes long, and what foretells how long
     try:
         return int(load(COMMANDS[name].run)(config, **more) or 0)
     except ModuleNotFoundError as error:

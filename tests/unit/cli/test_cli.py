@@ -173,7 +173,7 @@ from draftsmith import cli
 os.environ.pop("OMP_NUM_THREADS", None)
 os.getloadavg = lambda: (os.cpu_count() + 1.0, 0.0, 0.0)
 observed = ["--url", "http://h", "--buffer", "b"]
-commands = {"bench": ["."], "observe": observed, "chat": []}
+commands = {"bench": ["."], "observe": observed, "plan": ["."], "chat": []}
 for name, words in {**commands, "generate": [".", "out=o"]}.items():
     cli.COMMANDS[name] = cli.COMMANDS[name]._replace(run="builtins:print")
     cli.main([name, *words])
@@ -181,10 +181,10 @@ draftsmith._HOMES["Engine"] = "types"
 getattr(draftsmith, "Engine", None)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = ["loading", "loading", "loading", "other work has the cores", "loading"]
+    said = ["loading", "loading", *["loading", "other work has the cores"] * 2, "loading"]
     found = done.stderr.splitlines()
-    assert len(found) == 5 and all(f"draftsmith: {a}" in b for a, b in zip(said, found))
-    assert done.stdout.count("Config(") == 4
+    assert len(found) == 7 and all(f"draftsmith: {a}" in b for a, b in zip(said, found))
+    assert done.stdout.count("Config(") == 5
 
 
 @pytest.mark.parametrize(("beside", "of_session"), [("0", "10"), ("60", "0")])
