@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from draftsmith.progress import say
+from draftsmith.progress import Progress, say
 from draftsmith.serve.audit.client import AuditClient
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.reference import CoarseDistribution, DistributionBook, Text
@@ -163,10 +163,17 @@ def together_checks(
     """One check per request; see the module."""
     asked = requests(config, client, contexts)
     longest = max(len(one.text) for one in asked)
-    say(f"{len(asked)} greedy texts behind up to {longest} tokens, each alone, then together")
-    alone = [continuation(client, config, one.text, **one.penalties) for one in asked]
-    crowd = replace(client, concurrency=len(asked))
-    beside = crowd.map(lambda one: continuation(client, config, one.text, **one.penalties), asked)
+    label = f"{len(asked)} greedy texts behind up to {longest} tokens, each alone, then together"
+    progress = Progress(label, 2 * len(asked), unit="answers")
+
+    def answer(one: AskedTogether) -> list[int]:
+        tokens = continuation(client, config, one.text, **one.penalties)
+        progress.advance()
+        return tokens
+
+    alone = [answer(one) for one in asked]
+    beside = replace(client, concurrency=len(asked)).map(answer, asked)
+    progress.close()
     checks = []
     for one, theirs, ours in zip(asked, alone, beside, strict=True):
         margin = partial(distance, distributions, one, theirs, ours)

@@ -166,7 +166,9 @@ class Progress:
         self._bar.update(done - self._bar.n)
 
     def advance(self, note: str = "") -> None:
-        self.update(self._bar.n + 1, note)
+        """One more is done, in any thread."""
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update()
 
     def close(self, note: str = "") -> None:
         if note:
