@@ -26,7 +26,7 @@ from draftsmith.serve.audit.samples import BONUS, CONTEXT_TOKENS, reported_depth
 VOCAB = 40
 # Small, so wide as to what may stay unseen.
 CONFIG = AuditConfig(
-    url="http://chain", samples=600, length=4, contexts=2, concurrency=1, bias=0.35
+    url="http://chain", samples=600, length=4, contexts=2, concurrency=1, bias=0.35, margin=0.1
 )
 LIE = 6.0
 CONTEXT = 2 * CONTEXT_TOKENS + CONTEXT_TOKENS // 4
@@ -352,12 +352,18 @@ def test_temperature_0_audits_greedy_text_alone(
     if slip is not None:
         assert broken(report) == ["greedy identity, context 0", "greedy identity, context 1"]
         (divergence,) = report.checks[0].evidence["divergences"]
-        assert divergence["place"] == slip and divergence["margin"] > 0.1
+        assert divergence["place"] == slip and 0.1 < divergence["margin"] < 0.5
     # What a slow server is waited for.
     lines = capsys.readouterr().err.splitlines()
     assert len([line for line in lines if "draftsmith: " in line]) == 1 + CONFIG.contexts
     *_, last = (line for line in lines if "6 greedy texts behind up to 512" in line)
     assert "12/12 answers" in last
+
+
+def test_tokens_that_rounding_to_bfloat16_swaps_are_no_finding() -> None:
+    slipping = replace(CONFIG, temperature=0.0, margin=AuditConfig.margin)
+    found = audit(ChainServer(greedy_slip=5), slipping)
+    assert broken(found) == ["greedy identity, context 1"], "the other two are 0.12 apart"
 
 
 def test_answers_without_drafts_give_no_verdict() -> None:
