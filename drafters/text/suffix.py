@@ -31,7 +31,9 @@ WINDOW = 131_072
 LONGEST = 16  # context
 SEEN = 4  # newest places of a context that are looked at
 OWN_CAUTION = 2.5  # of the request's own text, see `CAUTION`
-LEAST = 0.1  # survival of a draft, where the control names none
+# Survival of a draft: where the control names none, and the most that it may ask of a row alone: a
+# control that is mistaken is corrected by drafts, of which some other row nearly always has one.
+LEAST, MOST_ALONE = 0.1, 0.3
 
 
 class SuffixDraft(NamedTuple):
@@ -69,7 +71,8 @@ class Suffix(CopiesText):
         names = inputs.request_ids or [""] * len(inputs.histories)
         shares = inputs.shares or [True] * len(inputs.histories)
         rows = zip(names, inputs.histories, inputs.num_draft.tolist(), shares, strict=True)
-        least = inputs.least_survival or LEAST
+        most = MOST_ALONE if len(names) == 1 else 1.0
+        least = max(LEAST, min(inputs.least_survival, most))
         return [self._draft(name, history, k, shared, least) for name, history, k, shared in rows]
 
     def finished(self, request_id: str, tokens: list[int]) -> None:

@@ -18,6 +18,7 @@ from draftsmith.drafters.text.suffix import (
     LEAST,
     LONGEST,
     MAX_STEPS,
+    MOST_ALONE,
     ORDERS,
     OWN_CAUTION,
     SEEN,
@@ -79,7 +80,7 @@ def reference(
         own, shared = offer([history], context, OWN_CAUTION), offer(texts, context, CAUTION)
         token, chance = max(own, shared, key=lambda one: one[1])
         survival *= chance
-        if survival < least:
+        if survival < max(LEAST, min(least, MOST_ALONE)):
             break
         tokens.append(token)
     return tokens
@@ -90,7 +91,7 @@ def texts_of(last: int, max_size: int) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, last), min_size=1, max_size=max_size)
 
 
-K, LEASTS = st.integers(1, 6), st.sampled_from([0.0, 0.2, 0.5])
+K, LEASTS = st.integers(1, 6), st.sampled_from([0.0, 0.2, 0.9])
 
 
 @settings(max_examples=75, deadline=None)
@@ -105,7 +106,7 @@ def test_own_text_equals_a_search_of_everything(k, least, history, pieces):
     drafter, read, sizes = Suffix(), 0, itertools.cycle(pieces)
     while read < len(history):
         read += min(next(sizes), len(history) - read)
-        expected = reference([], history[:read], k, least or LEAST)
+        expected = reference([], history[:read], k, least)
         assert drafted(drafter, history[:read], k, "a", least) == expected
 
 
@@ -124,7 +125,7 @@ def test_shared_texts_equal_a_search_of_everything(k, least, texts_and_history):
     drafter = Suffix()
     for number, text in enumerate(texts):
         drafter.finished(str(number), text)
-    expected = reference(texts, history, k, least or LEAST)
+    expected = reference(texts, history, k, least)
     assert drafted(drafter, history, k, least=least) == expected
 
 
@@ -166,6 +167,13 @@ def test_requests_leave_nothing_behind():
         drafted(drafter, [1, 2, 3, 1], 2, str(number))
         drafter.finished(str(number), [1, 2, 3, 1])
     assert not drafter._own and drafter.shared.num_texts == 50
+
+
+def test_a_row_alone_is_asked_for_no_more_than_corrects_a_mistaken_control():
+    """The offer has a chance of 0.44."""
+    text = [1, 2, 3, 1, 2]
+    drafts = [propose(Suffix(), [text] * count, [1] * count, least=0.6) for count in (1, 2)]
+    assert [one.lengths.tolist() for one in drafts] == [[1], [0, 0]]
 
 
 def test_rows_of_different_k():
