@@ -73,11 +73,13 @@ class TextFirst(ForwardCapturable, Capturable):
             k > 0 and self.text_share * draft.score >= self.model_share * k
             for draft, k in zip(drafts, counts, strict=True)
         ]
-        rows = zip(inputs.request_ids, inputs.histories, drafts, counts, taken)
+        shares = inputs.shares or [True] * len(counts)
+        rows = zip(inputs.request_ids, inputs.histories, drafts, counts, taken, shares)
+        # What was kept of a request that shares nothing may decide nothing in another one.
         self._asked |= {
             name: _Asked(len(history), k, draft.score if by_text else float(k), by_text)
-            for name, history, draft, k, by_text in rows
-            if k > 0
+            for name, history, draft, k, by_text, shared in rows
+            if k > 0 and shared
         }
         if not any(taken):
             return self.model.propose(inputs)

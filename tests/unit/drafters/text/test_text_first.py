@@ -72,13 +72,16 @@ def test_greedy_models_need_no_distributions():
     assert proposal.tokens.tolist() == [[5, 1, 2], [9, 9, 9]] and proposal.logits is None
 
 
-def rounds_of(drafter: TextFirst, count: int, committed: list[int]) -> list[bool]:
+def rounds_of(
+    drafter: TextFirst, count: int, committed: list[int], *, shared: bool = True
+) -> list[bool]:
     """True for each request whose first round text drafted, which `committed` then follows."""
     copied = []
     for number in range(count):
         # Behind the last token comes 2 alone: text expects one token of k = 3.
         for text in ([1, 2, 7, 1], [1, 2, 7, 1, *committed]):
-            proposal = drafter.propose(text_round([text], [3], request_ids=[str(number)]))
+            asked = {"request_ids": [str(number)], "shares": [shared]}
+            proposal = drafter.propose(text_round([text], [3], **asked))
             copied.append(proposal.copied == {0})
     return copied[::2]
 
@@ -94,11 +97,13 @@ def test_who_kept_more_lately_drafts():
     assert not any(rounds_of(drafter, 60, [9, 9, 9, 8])) and drafter.model_share > 0.95
 
 
-@pytest.mark.parametrize("committed", [[], [9, 9, 9, 8, 8]])
-def test_rounds_that_say_nothing_of_a_draft_teach_nothing(committed):
-    """One that was given up, or several before the next draft."""
+@pytest.mark.parametrize(
+    ("committed", "shared"), [([], True), ([9, 9, 9, 8, 8], True), ([8], False)]
+)
+def test_rounds_that_may_say_nothing_of_a_draft_teach_nothing(committed, shared):
+    """One that was given up, several before the next draft, and those of a request with a seed."""
     drafter = TextFirst(Model(), Suffix())
-    rounds_of(drafter, 20, committed)
+    rounds_of(drafter, 20, committed, shared=shared)
     assert (drafter.model_share, drafter.text_share) == (0.8, 1.0)
 
 
