@@ -39,7 +39,7 @@ class LookupOptions:
     )
     suffix: bool = option(
         False,
-        "draft the most frequent continuation in the request's own text and in finished requests; "
+        "draft what most likely follows, by the request's own text and by finished requests; "
         "beside a draft, where sure",
     )
 

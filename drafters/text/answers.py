@@ -126,7 +126,7 @@ def read_answers(folder: str | Path, target: Target) -> list[np.ndarray]:
         )
     try:
         return [text for file in files for text in tokens_of(file)]
-    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
+    except (pa.ArrowException, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         raise UserError(
             f"suffix_answers {str(folder)!r} cannot be read ({first_line(error)}); generate it "
             "again"
@@ -134,7 +134,7 @@ def read_answers(folder: str | Path, target: Target) -> list[np.ndarray]:
 
 
 def tokens_of(file: Path) -> Iterator[np.ndarray]:
-    """Tokens of each answer of a file."""
+    """Tokens of each text of a file, from shortly before its first answer on."""
     table = pq.read_table(file, columns=["input_ids", "loss_mask"])
     for ids, mask in zip(table["input_ids"], table["loss_mask"], strict=True):
         begin = (*np.flatnonzero(mask.values), len(mask.values))[0]
