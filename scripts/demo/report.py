@@ -42,7 +42,7 @@ def real_line(bench: dict[str, Any]) -> str:
     off, on = (case(bench, 0.0, mode)["tokens_per_s"] for mode in ("off", "on"))
     return (
         f"SmolLM2-135M, {bench['cases'][0]['num_answers']} answers to Spec-Bench, greedy: {off:.1f} tok/s, "
-        f"with drafts from its own text {on:.1f}"
+        f"with drafts from text and answers {on:.1f}"
     )
 
 
