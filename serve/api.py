@@ -62,7 +62,7 @@ class Engine:
 
     Args:
         target: a local folder or Hub id.
-        draft: a draft checkpoint, a drafter made elsewhere (`Ngram()`, say), or None.
+        draft: a draft checkpoint, a drafter made elsewhere (`Suffix()`, say), or None.
         options: those of `draftsmith serve` by their names (`k=3`, `suffix=True`, `dtype`,
         `max_batch`, `learn`, ...), but `OF_SERVER`.
     """

@@ -34,9 +34,6 @@ class LookupOptions:
 
     HELP_TITLE: ClassVar[str] = LOOKUP_HELP
 
-    ngram: bool = option(
-        False, "draft by looking up the longest matching n-gram in the request's own text"
-    )
     suffix: bool = option(
         False,
         "draft what most likely follows, by the request's own text and by finished requests; "
@@ -64,8 +61,6 @@ class ServedLookup(AnswerLookup):
 
     HELP_TITLE: ClassVar[str] = LOOKUP_HELP
 
-    prompt_lookup_min: int = option(2, "shortest n-gram looked up", limits=AT_LEAST_1)
-    prompt_lookup_max: int = option(4, "longest n-gram looked up", limits=AT_LEAST_1)
     suffix_max_cached_requests: int = option(
         10000,
         "finished requests searched, the oldest forgotten first; 0 shares nothing",

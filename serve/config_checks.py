@@ -19,9 +19,6 @@ ENGINE_CLASHES = (
 FIXED_IDS = "which trains a draft over the target's ids"
 REPEATED = "and a draft that learned from answers which a restart repeats would bias them"
 CLASHES = (
-    ("ngram", "suffix", "and one of them drafts"),
-    ("ngram", "draft", "and one of them drafts"),
-    ("ngram", "versions", "and one of them drafts"),
     ("tree", "suffix", "which copies chains"),
     ("heterogeneous_vocab", "versions", FIXED_IDS),
     ("heterogeneous_vocab", "learn", FIXED_IDS),
@@ -37,8 +34,6 @@ NEEDS = {
     "record_taps": ("learn",),
     "suffix_answers": ("suffix",),
     "suffix_max_cached_requests": ("suffix",),
-    "prompt_lookup_min": ("ngram",),
-    "prompt_lookup_max": ("ngram",),
 }
 
 

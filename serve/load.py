@@ -18,7 +18,6 @@ from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.device import DTYPES, load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.answers import AnswerTable, read_answers
-from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.versions import folder_of, open_live, versions
@@ -90,11 +89,8 @@ class LoadedDraft(NamedTuple):
 def load_drafter(
     config: ServeConfig, target: Target, drafter: ServingDrafter | None = None
 ) -> LoadedDraft:
-    """Load n-grams where `ngram` is given, else the trained draft, suffix decoding beside it or
-    alone, or nothing. `drafter` takes the place of the trained draft."""
-    if config.ngram:
-        ngrams = Ngram(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)
-        return LoadedDraft(ngrams, "0", None, k="auto")
+    """Load the trained draft, suffix decoding beside it or alone, or nothing. `drafter` takes the
+    place of the trained draft."""
     own = None if drafter is None else LoadedDraft(drafter, "0", None)
     loaded = own or load_trained(config, target)
     if not config.suffix:

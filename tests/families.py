@@ -22,7 +22,7 @@ What each family of trained drafts can do. All are trained, served, evaluated an
 
 """
 BELOW = """
-`grown` trees are `dynamic` and `sampled`, `choices` those of given ranks. `ends unsure chains` is `--least-confidence`. `export --to` refuses any other layout with the reason. Text drafts (`--ngram`, `--suffix`) have no weights.
+`grown` trees are `dynamic` and `sampled`, `choices` those of given ranks. `ends unsure chains` is `--least-confidence`. `export --to` refuses any other layout with the reason. Text drafts (`--suffix`) have no weights.
 
 This page is written by `python -m tests.families`.
 """

@@ -11,7 +11,6 @@ from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.tree_shape import FixedTree, SampledTree, TreeShape
 from draftsmith.drafters.trees.candidates import FixedLevels, TreeDistributions, choose_fixed
 from draftsmith.kernels.sampling.filters import process
@@ -45,7 +44,7 @@ class Knowing(Uncached):
         return Proposal(tokens=torch.tensor(drafts), lengths=inputs.num_draft, logits=None)
 
 
-class Junk(Ngram):
+class Junk(Uncached):
     """Drafts of tokens that the target hardly ever keeps, so that rounds end in rejections."""
 
     def propose(self, inputs: DraftInputs) -> Proposal:

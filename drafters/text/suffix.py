@@ -21,10 +21,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from draftsmith.drafters.interface import DraftInputs
+from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.text.answers import CAUTION, SEPARATOR, WORD, AnswerTable, keys_of, powers
-from draftsmith.drafters.text.ngram import CopiesText
+from draftsmith.drafters.weights import ReadBytes
+from draftsmith.kernels.attention.pool import PagedPool
 
 # The part of a request's own text that is searched: about 9 MB of index where a text is as long.
 WINDOW = 131_072
@@ -41,7 +43,7 @@ class SuffixDraft(NamedTuple):
     score: float  # tokens expected to be accepted
 
 
-class Suffix(CopiesText):
+class Suffix:
     """Suffix decoding.
 
     Args:
@@ -52,6 +54,7 @@ class Suffix(CopiesText):
     """
 
     family = "suffix"
+    taps: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -64,8 +67,27 @@ class Suffix(CopiesText):
         self.shared = SuffixIndex(max_cached_tokens, max_texts=max(1, max_cached_requests))
         self._own: dict[str, OwnText] = {}
 
-    def copied(self, inputs: DraftInputs) -> list[list[int]]:
-        return [draft.tokens for draft in self.drafts(inputs)]
+    def new_pool(
+        self, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> PagedPool | None:
+        return None
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        drafts = [draft.tokens for draft in self.drafts(inputs)]
+        width, device = int(inputs.num_draft.max()), inputs.tokens.device
+        tokens = torch.tensor(
+            [draft + [-1] * (width - len(draft)) for draft in drafts],
+            dtype=torch.int64,
+            device=device,
+        )
+        lengths = torch.tensor([len(draft) for draft in drafts], device=device)
+        return Proposal(tokens=tokens.view(len(drafts), width), lengths=lengths, logits=None)
+
+    def cached_after(self, last: int, drafted: int, accepted: int) -> int:
+        return last + 1
+
+    def read_bytes(self) -> ReadBytes:
+        return ReadBytes(0, 0)
 
     def drafts(self, inputs: DraftInputs) -> list[SuffixDraft]:
         names = inputs.request_ids or [""] * len(inputs.histories)

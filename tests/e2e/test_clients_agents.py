@@ -31,7 +31,7 @@ def test_agents_call_tools_and_answer(
 ) -> None:
     script = str(Path(sys.executable).with_name("draftsmith"))
     command = [script, "serve", "--target", str(chat_folder), "--name", "tiny"]
-    server = launch([*command, "--ngram", "--k", "3", "--seed", "0"])
+    server = launch([*command, "--suffix", "--k", "3", "--seed", "0"])
     probe = str(Path(__file__).with_name("agents_probe.py"))
     told = json.loads(
         run_client("agents", "bin/python", probe, server.url, cwd=tmp_path).splitlines()[-1]

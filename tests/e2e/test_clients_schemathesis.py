@@ -23,7 +23,7 @@ def test_the_schema_tells_all_that_comes(
     flags: tuple[str, ...], start_server: Callable, run_client: Callable[..., str], tmp_path: Path
 ) -> None:
     told = ("--per-request-spec-decode-metrics", "detailed")
-    server = start_server("--ngram", "--k", "3", *told, *flags)
+    server = start_server("--suffix", "--k", "3", *told, *flags)
     # Spelt so: schemathesis leaves out no other spelling when it tries without a key.
     headers = {"Authorization": "Bearer second"} if flags else {}
     words = shlex.split(

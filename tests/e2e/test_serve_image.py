@@ -24,7 +24,7 @@ def test_the_image_serves_a_folder_and_ends_by_a_signal(
     build = ["docker", "build", "-f", "deploy/serve.Dockerfile", "-t", "draftsmith-serve-test"]
     subprocess.run([*build, "--build-arg", "PIP_EXTRA_INDEX_URL", "."], cwd=ROOT, check=True)
     run = ["docker", "run", "--rm", "--network", "host", "-v", f"{tiny_target('llama')}:/t:ro"]
-    server = launch([*run, "draftsmith-serve-test", "--target", "/t", "--name", "tiny", "--ngram"])
+    server = launch([*run, "draftsmith-serve-test", "--target", "/t", "--name", "tiny", "--suffix"])
     body = {"prompt": [5, 6, 7, 5, 6], "max_tokens": 8, "ignore_eos": True}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     assert answer["usage"]["completion_tokens"] == 8

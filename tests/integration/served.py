@@ -18,7 +18,6 @@ from draftsmith.drafters.interface import DraftInputs, Proposal, ServingDrafter
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.tree_shape import GrownShape, TreeShape
@@ -30,7 +29,7 @@ from tests.adjusting import adjusted
 from tests.stand_in_drafts import unlike
 
 TRAINED = [name for name in OPTIONS if name in FAMILIES]
-TEXT = ["ngram", "suffix", "suffix and draft-lm"]
+TEXT = ["suffix", "suffix and draft-lm"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 # The largest gap of the two best logits that rounding in another batch shape could turn round.
 NOISE = 1e-4
@@ -41,8 +40,6 @@ Distribution = dict[tuple[int, ...], float]  # every answer with its probability
 
 def make_drafter(family: str, target: Target, **options: Any) -> ServingDrafter:
     """A new draft; `options` are those of a trained one."""
-    if family == "ngram":
-        return Ngram(min_n=1, max_n=3)
     if "suffix" in family:
         # Remembering the same answers from the engine before, it would be right too often.
         text = Suffix(max_cached_requests=0)

@@ -19,7 +19,7 @@ from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target.adapters import Adapters
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.errors import UserError
 from draftsmith.serve.config import EngineConfig, ServeConfig
 from draftsmith.serve.config_checks import check
@@ -122,7 +122,7 @@ def test_the_model_stays_the_base(target_folder, adapted):
 
 def test_learning_has_the_base_alone_and_acceptance_is_counted_by_adapter(adapted):
     target, adapters = adapted
-    drafter = Ngram(min_n=1, max_n=3)
+    drafter = Suffix()
     engine = build_engine(target, drafter, CONFIG, adapters=adapters, sink=Records())
     requests = answers(engine, ["", "sql", "prose"])
     engine.committer.flush()
@@ -136,7 +136,7 @@ def test_learning_has_the_base_alone_and_acceptance_is_counted_by_adapter(adapte
 
 def test_the_api_lists_and_chooses_adapters(adapted, live_server, alone):
     target, adapters = adapted
-    server = live_server(target, Ngram(min_n=1, max_n=3), CONFIG, adapters=adapters)
+    server = live_server(target, Suffix(), CONFIG, adapters=adapters)
     models = server.http.get("/v1/models").json()["data"]
     assert [(one["id"], one["parent"]) for one in models] == [
         ("tiny", None), ("sql", "tiny"), ("prose", "tiny"),

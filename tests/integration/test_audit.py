@@ -19,7 +19,6 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.options import OPTIONS as FAMILY_OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.config import EngineConfig
@@ -31,7 +30,6 @@ CONFIG = EngineConfig(k=K, max_batch=64, max_length=96, max_round_tokens=1024)
 # Wide as to what may stay unseen, so that few samples do.
 SMALL = ("--contexts", "2", "--samples", "500", "--greedy-tokens", "8", "--bias", "0.24")
 
-TEXT_FAMILIES = ("ngram", "suffix")  # drafts from the text alone
 # whose untrained drafts are kept least often
 WIDER = {"eagle1": ("--samples", "2000", "--temperature", "1.5")}
 
@@ -53,8 +51,6 @@ def repeating(target_folder: str, tmp_path_factory: pytest.TempPathFactory) -> T
 
 
 def make(family: str, target: Target) -> ServingDrafter:
-    if family == "ngram":
-        return Ngram(min_n=1, max_n=3)
     if family == "suffix":
         return Suffix()
     if family != "draft-lm":
@@ -121,7 +117,7 @@ LATER = [pytest.mark.long, pytest.mark.timeout(3000)]
             pytest.param(
                 family, depth, 6.0, ("--samples", "1000", *WIDER.get(family, ())), marks=LATER
             )
-            for family, depth in (("ngram", 2), ("suffix", 3), ("eagle1", 4), ("draft-lm", 1))
+            for family, depth in (("suffix", 3), ("eagle1", 4), ("draft-lm", 1))
         ),
     ],
 )
@@ -135,10 +131,10 @@ def test_a_wrong_q_is_found_from_the_depth_on_where_it_is_wrong(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Untrained as they are, models draft to every depth; of text that repeats itself n-grams and
+    """Untrained as they are, models draft to every depth; of text that repeats itself
     suffixes do, whose liar accepts a draft as if it had been drawn with probability 1 / 6. Nowhere
     before its depth is anything found."""
-    served = request.getfixturevalue("repeating") if family in TEXT_FAMILIES else target
+    served = request.getfixturevalue("repeating") if family == "suffix" else target
     server = liar(live_server, served, family, depth, factor)
     status, report = audit(server, tmp_path, *SMALL, *options, "--target", served.name)
     found, checks = broken(report), {check["name"]: check for check in report["checks"]}
@@ -148,11 +144,10 @@ def test_a_wrong_q_is_found_from_the_depth_on_where_it_is_wrong(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
 def test_honest_drafts_from_repeating_text_are_not_called_lossy(
-    family: str, repeating: Target, live_server: Callable, tmp_path: Path
+    repeating: Target, live_server: Callable, tmp_path: Path
 ) -> None:
-    server = live_server(repeating, make(family, repeating), CONFIG)
+    server = live_server(repeating, Suffix(), CONFIG)
     _, report = audit(server, tmp_path, *SMALL, "--samples", "1000", "--target", repeating.name)
     assert not broken(report) and report["verdict"] != "lossy", report["sentence"]
     (deepest,) = [check for check in report["checks"] if check["name"] == depth_name(K)]

@@ -18,7 +18,7 @@ from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import ShardFolder, mark_forgotten
 from draftsmith.distill.config import GateConfig, LearnConfig, LearnUnroll
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.record import hashed_answer
 from draftsmith.serve.config import EngineConfig
 from tests.waiting import wait_until
@@ -31,7 +31,7 @@ def test_a_client_has_all_choices_of_its_answer_forgotten(
 ) -> None:
     monkeypatch.setattr(buffer, "SETTLE_S", 0.1)
     writer = BufferWriter(str(tmp_path), flush_s=0.01)
-    server = live_server(target, Ngram(min_n=1), EngineConfig(k=3), sink=writer, api_key=("key",))
+    server = live_server(target, Suffix(), EngineConfig(k=3), sink=writer, api_key=("key",))
     key = {"authorization": "Bearer key"}
     prompt = [7, 8, 7, 8, 7]
     body = BODY | {"prompt": prompt, "n": 2}

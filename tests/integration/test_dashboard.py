@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.versions import publish, record_decision
 from draftsmith.serve.config import EngineConfig
 
@@ -27,16 +27,14 @@ def server(target: Target, live_server: Callable, tmp_path_factory: pytest.TempP
         root, lambda folder: None, family="eagle3", target={}, parent=None, data_range={}, gate=gate
     )
     record_decision(root, {"decision": "rolled back", "reason": "it is worse", "version": 1})
-    server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
+    server = live_server(target, Suffix(), EngineConfig(k=3, max_batch=4))
     server.dashboard.versions = str(root)
     return server
 
 
 @pytest.fixture(scope="module")
 def guarded(target: Target, live_server: Callable) -> Any:
-    return live_server(
-        target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4), api_key=KEYS
-    )
+    return live_server(target, Suffix(), EngineConfig(k=3, max_batch=4), api_key=KEYS)
 
 
 def test_data_is_what_metrics_say(server: Any) -> None:
@@ -55,7 +53,7 @@ def test_data_is_what_metrics_say(server: Any) -> None:
     assert [row[0] for row in classes] == ["code", "prose"]
     assert sum(int(row[1]) for row in classes) == rounds
     facts = {label: text for label, text, _ in data["facts"]}
-    assert facts["draft"].startswith("ngram") and facts["alarms"] == "1"
+    assert facts["draft"].startswith("suffix") and facts["alarms"] == "1"
     assert tables["Versions"][0][0] == "1 live" and tables["Decisions"][0][1] == "rolled back"
 
 

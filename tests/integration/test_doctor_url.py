@@ -11,7 +11,7 @@ import pytest
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.serve.config import EngineConfig
 from draftsmith.train.check.doctor import run
 from draftsmith.train.config import DoctorConfig
@@ -35,7 +35,7 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, dict[str,
 
 
 def test_a_pair_that_does_well(target: Target, live_server: Callable, ask: Callable) -> None:
-    server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=2))
+    server = live_server(target, Suffix(), EngineConfig(k=2))
     assert ask(server.url)["server.traffic"]["status"] == "warn"
     for _ in range(2):
         server.complete(PROMPT, **OPTIONS).raise_for_status()

@@ -38,7 +38,7 @@ from draftsmith.distill.state import StateFolder
 from draftsmith.distill.status import Status
 from draftsmith.distill.throttle import Throttle
 from draftsmith.drafters import versions
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.errors import UserError
 from draftsmith.lock import folder_lock
 from draftsmith.record import RoundRecord
@@ -108,7 +108,7 @@ def test_answers_do_not_depend_on_the_buffers_disk(
 
     def answers(buffer: Path) -> tuple[list[list[int]], BufferWriter]:
         writer = BufferWriter(str(buffer), flush_s=0.01)
-        engine = build_engine(made.target, Ngram(min_n=1), EngineConfig(k=3, seed=1), sink=writer)
+        engine = build_engine(made.target, Suffix(), EngineConfig(k=3, seed=1), sink=writer)
         done = engine.generate(made.prompts(20, 5), made.sampling, text=False)
         writer.close()
         return [one.tokens for one in done], writer

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.http.schema import ChatBody, CompletionBody
 from tests.waiting import wait_until
@@ -25,7 +25,7 @@ CHAT = [{"role": "user", "content": "print the names"}]
 
 @pytest.fixture(scope="module")
 def server(target: Target, live_server: Callable) -> Any:
-    return live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
+    return live_server(target, Suffix(), EngineConfig(k=3, max_batch=4))
 
 
 def test_openai_client_completes_and_streams_the_same(
@@ -191,7 +191,7 @@ def test_a_prompt_may_fill_the_context_where_it_is_all(
 ) -> None:
     # The pool holds the context and nothing more.
     config = EngineConfig(k=3, max_batch=1, max_length=64, block_size=16)
-    server = live_server(target, Ngram(min_n=1, max_n=3), config)
+    server = live_server(target, Suffix(), config)
     tokens = [number % 200 + 5 for number in range(64)]
     body = server.complete(tokens, max_tokens=0, echo=True, logprobs=1).json()
     assert len(body["choices"][0]["logprobs"]["tokens"]) == 64
@@ -205,7 +205,7 @@ def test_an_answer_without_a_number_takes_what_room_there_is(
     target: Target, live_server: Callable
 ) -> None:
     config = EngineConfig(k=3, max_batch=2, max_length=64)
-    server = live_server(target, Ngram(min_n=1, max_n=3), config)
+    server = live_server(target, Suffix(), config)
     prompts = [[7] * 60, [7] * 20]
     body = server.complete(prompts, ignore_eos=True, return_token_ids=True).json()
     assert [len(choice["token_ids"]) for choice in body["choices"]] == [4, 16]
@@ -311,7 +311,7 @@ def test_a_chunk_holds_all_tokens_of_a_round(server: Any) -> None:
     body = {**GREEDY, "max_tokens": 40, "prompt": [7, 8, 9] * 5, "return_token_ids": True}
     chunks = server.events("/v1/completions", **body)
     sizes = [len(chunk["choices"][0]["token_ids"]) for chunk in chunks]
-    assert sum(sizes) == 40 and max(sizes) > 1, "n-grams of a repetitive text are accepted"
+    assert sum(sizes) == 40 and max(sizes) > 1, "suffixes of a repetitive text are accepted"
 
 
 @pytest.mark.parametrize(
@@ -342,9 +342,8 @@ def test_token_ids_of_prompt_and_answer(
 def test_the_server_reports_drafts_of_every_request_as_told(
     level: str, target: Target, live_server: Callable
 ) -> None:
-    server = live_server(
-        target, Ngram(min_n=1, max_n=3), EngineConfig(k=3), per_request_spec_decode_metrics=level
-    )
+    text = Suffix(max_cached_requests=0)  # an answer drafts for no later one
+    server = live_server(target, text, EngineConfig(k=3), per_request_spec_decode_metrics=level)
     prompt, options = [7, 8, 9] * 5, {**GREEDY, "max_tokens": 30}
     body = server.complete(prompt, **options).json()
     if level == "none":

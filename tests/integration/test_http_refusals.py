@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.serve.config import EngineConfig
 from tests.integration.conftest import MODEL
 
@@ -31,7 +31,7 @@ def servers(target: Target, chat_target: Target, live_server: Callable) -> dict[
     """One whose chat template has no place for tools or reasoning, and one that has."""
     config = EngineConfig(k=3, max_batch=4)
     return {
-        name: live_server(one, Ngram(min_n=1, max_n=3), config)
+        name: live_server(one, Suffix(), config)
         for name, one in (("plain", target), ("tools", chat_target))
     }
 

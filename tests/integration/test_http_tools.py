@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.http.responses_api import ResponseBody
 from draftsmith.serve.http.schema import ChatBody
@@ -37,7 +37,7 @@ OPTIONS |= {"seed": 1, "max_tokens": 120}
 
 @pytest.fixture(scope="module")
 def server(chat_target: Target, live_server: Callable) -> Any:
-    return live_server(chat_target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, max_batch=4))
+    return live_server(chat_target, Suffix(), EngineConfig(k=3, max_batch=4))
 
 
 def prompt_of(server: Any, messages: list, **options: object) -> str:

@@ -78,7 +78,7 @@ def server(
     folder, port = tmp_path_factory.mktemp("target"), free_port()
     shutil.copytree(target_folder, folder, dirs_exist_ok=True)
     (Path(folder) / "chat_template.jinja").write_text(tool_template)
-    flags = ("--ngram", "--port", port, "--max-batch", "32", "--no-warm-up")
+    flags = ("--suffix", "--port", port, "--max-batch", "32", "--no-warm-up")
     process = Forked(cli("serve", "--target", folder, *flags), stderr=subprocess.PIPE)
     url = f"http://127.0.0.1:{port}/health"
     wait_for(url, process, process.stderr.read, timeout_s=PATIENCE_S)

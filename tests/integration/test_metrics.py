@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.kernels import acceptance
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.record import SinkCounts
@@ -48,10 +48,10 @@ OF_VLLM = [
 
 @pytest.fixture(scope="module")
 def server(target: Target, live_server: Callable) -> Any:
-    server = live_server(target, Ngram(min_n=1, max_n=3), EngineConfig(k=3, block_size=4))
+    server = live_server(target, Suffix(), EngineConfig(k=3, block_size=4))
     for _ in range(2):
         server.complete(PROMPT, **OPTIONS, request_class="prose").raise_for_status()
-    # The greedy text goes round in circles, which n-grams foresee: a stop token at the beginning of
+    # The greedy text goes round in circles, which suffixes foresee: a stop token at the beginning of
     # a round's drafts trims the rest of them. Sampling gets drafts rejected.
     tokens = server.choice(PROMPT, **OPTIONS, return_token_ids=True)["token_ids"]
     assert tokens[-6] != tokens[-5]

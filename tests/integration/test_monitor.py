@@ -26,7 +26,7 @@ from draftsmith.drafters.interface import ServingDrafter
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
@@ -109,7 +109,7 @@ def test_trees_of_the_engine_pass_at_every_depth(target: Target) -> None:
 
 
 def test_drafts_that_are_not_drawn_pass(target: Target) -> None:
-    found = monitor_of(served(target, Ngram(min_n=1), CONFIG, {"temperature": 0.3}))
+    found = monitor_of(served(target, Suffix(), CONFIG, {"temperature": 0.3}))
     counts = found.everything.counts
     assert found.alarms == {} and counts["accepted"].count > 20 and counts["drafted"].count == 0
     assert counts["replaced"].count == counts["accepted"].count

@@ -18,7 +18,7 @@ from draftsmith.drafters.interface import UnrollBatch
 from draftsmith.drafters.lm.draft_lm import DraftLm
 from draftsmith.drafters.options import DraftLmOptions, Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.sampling.params import SamplingParams
@@ -103,7 +103,7 @@ def test_text_is_that_of_the_full_class(published, kind):
     target = Target.load(folder, dtype=torch.float32)
     names = [name for name, _ in target.model.named_parameters()]
     assert not [name for name in names if "vision" in name or "visual" in name or name == "proj"]
-    engine = build_engine(target, Ngram(min_n=1, max_n=3), CONFIG)
+    engine = build_engine(target, Suffix(), CONFIG)
     found = [answer.tokens for answer in engine.generate(PROMPTS, GREEDY)]
     expected = [by_transformers(model, prompt, NUM_NEW)[0] for prompt in PROMPTS]
     assert found == expected

@@ -22,7 +22,7 @@ from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.errors import UserError
 from draftsmith.serve.requests.request import FinishReason
 from tests.waiting import wait_until
@@ -34,9 +34,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 @pytest.fixture(scope="module")
 def engine(target_folder: str) -> Iterator[Engine]:
-    with Engine(
-        target_folder, draft=Ngram(min_n=1, max_n=3), max_queue=4, k=3, compile="off"
-    ) as engine:
+    with Engine(target_folder, draft=Suffix(), max_queue=4, k=3, compile="off") as engine:
         yield engine
 
 
@@ -140,7 +138,7 @@ def test_chats_and_prompts_are_told_apart(engine: Engine) -> None:
 
 def test_an_engine_and_its_answers_can_be_read(engine: Engine) -> None:
     name = engine.target.name
-    assert repr(engine) == f"<Engine of {name!r}: float32 on cpu, ngram draft, k=3>"
+    assert repr(engine) == f"<Engine of {name!r}: float32 on cpu, suffix draft, k=3>"
     (answer,) = engine.generate([[7, 8, 9] * 5], GREEDY)
     assert re.fullmatch(
         r"Completion\('.*', finish_reason='length', 12 tokens, tau=\d\.\d\d\)", repr(answer)
@@ -155,10 +153,9 @@ def test_an_engine_and_its_answers_can_be_read(engine: Engine) -> None:
         ({"max_bach": 2}, "unknown option 'max_bach'; did you mean 'max_batch'?"),
         ({"max_batch": 0}, "'max_batch' is 0; it must be at least 1"),
         ({"tree": "dynamic"}, "tree dynamic is given without draft or versions"),
-        ({"ngram": True, "suffix": True}, "ngram is given with suffix"),
         ({"port": 8001}, "option 'port' is of the server alone; leave it out"),
         ({"draft_dtype": "float32"}, "draft_dtype is given without a draft"),
-        ({"draft": Ngram(), "draft_revision": "v2"}, "and the ngram drafter given is loaded"),
+        ({"draft": Suffix(), "draft_revision": "v2"}, "and the suffix drafter given is loaded"),
     ],
 )
 def test_options_are_those_of_serve(options: dict[str, Any], words: str) -> None:
@@ -184,8 +181,8 @@ def test_weights_that_are_no_numbers_are_refused(target_folder: str, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"record_taps": 8, "ngram": True}, "record_taps"),
-        ({"redact": "no_such_module:mask", "ngram": True}, "no_such_module"),
+        ({"record_taps": 8, "suffix": True}, "record_taps"),
+        ({"redact": "no_such_module:mask", "suffix": True}, "no_such_module"),
     ],
 )
 def test_an_engine_that_cannot_be_built_leaves_no_writer_behind(

@@ -29,7 +29,7 @@ from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling import logged
 from draftsmith.record import RoundRecord
@@ -146,8 +146,8 @@ def test_a_request_that_pauses_its_drafting_is_read_again_and_recorded_whole(
 
 
 def test_a_draft_that_reads_no_states_has_none_to_record(target: Target) -> None:
-    with pytest.raises(UserError, match="record_taps is 64 with a ngram drafter"):
-        build_engine(target, Ngram(), EngineConfig(record_taps=64))
+    with pytest.raises(UserError, match="record_taps is 64 with a suffix drafter"):
+        build_engine(target, Suffix(), EngineConfig(record_taps=64))
     with pytest.raises(UserError, match="record_taps is 64 with no drafter"):
         build_engine(target, None, EngineConfig(record_taps=64))
 

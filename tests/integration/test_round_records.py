@@ -15,7 +15,7 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import DraftInputs, Proposal
 from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.kernels.acceptance import AcceptanceCounts
 from draftsmith.record import Distribution, RoundRecord
 from draftsmith.serve.config import EngineConfig
@@ -132,7 +132,7 @@ def test_p_is_the_targets_unprocessed_distribution_and_q_the_distribution_drafte
 def test_accepted_counts_and_the_emitted_token_fit_the_text(
     target: Target, records: list[RoundRecord]
 ) -> None:
-    engine = build_engine(target, Ngram(min_n=1), EngineConfig(seed=1, k=4), sink=records)
+    engine = build_engine(target, Suffix(), EngineConfig(seed=1, k=4), sink=records)
     requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
     counts = AcceptanceCounts()
     for record in (record for record in records if record.drafted):
@@ -156,7 +156,7 @@ def test_a_request_may_stay_out_of_the_buffer(target: Target, records: list[Roun
 def test_the_header_keeps_a_request_out_of_the_buffer(
     target: Target, live_server: Callable, records: list[RoundRecord]
 ) -> None:
-    server = live_server(target, Ngram(min_n=1), EngineConfig(seed=1, k=3), sink=records)
+    server = live_server(target, Suffix(), EngineConfig(seed=1, k=3), sink=records)
     body = {"model": "tiny", "prompt": [7, 8, 7, 8, 7], "max_tokens": 8, "ignore_eos": True}
     server.http.post("/v1/completions", json=body, headers={"x-draftsmith-learn": "off"})
     assert records == []
@@ -171,7 +171,7 @@ def test_a_sink_that_fails_stops_nothing_but_recording(
         raise OSError("the disk is full")
 
     monkeypatch.setattr(records, "put", put)
-    engine = build_engine(target, Ngram(min_n=1), EngineConfig(seed=1, k=3), sink=records)
+    engine = build_engine(target, Suffix(), EngineConfig(seed=1, k=3), sink=records)
     requests = serve(engine, [params(0.0), params(0.0), params(0.0)])
     assert all(request.num_output == 20 for request in requests)
 

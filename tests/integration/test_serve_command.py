@@ -51,7 +51,7 @@ def test_connections_stay_open_as_told_and_sigterm_lets_requests_finish_and_flus
     target_folder: str, tmp_path: Path
 ) -> None:
     buffer = tmp_path / "buffer"
-    options = shlex.split("--ngram --prompt-lookup-min 1 --name tiny --keep-alive-s 1")
+    options = shlex.split("--suffix --name tiny --keep-alive-s 1")
     arguments = ("--target", target_folder, *options, "--learn", str(buffer))
     with serving(*arguments) as (process, url):
         address = httpx.URL(url)
@@ -146,7 +146,6 @@ def assert_one_sentence(capsys: pytest.CaptureFixture, *words: str) -> None:
 @pytest.mark.parametrize("arguments, words", [
     (["--target", "/nowhere/at/all"], ["/nowhere/at/all"]),
     (["--target", "{llama}", "--draft", "/nowhere/draft"], ["/nowhere/draft"]),
-    (["--target", "{llama}", "--ngram", "--draft", "{llama}"], ["ngram"]),
     (["--target", "{llama}", "--suffix", "--draft", "{llama}", "--learn", "y"], ["suffix"]),
     (["--target", "{llama}", "--versions", "{empty}"], ["no version"]),
     (["--target", "{llama}", "--max-length", "9999"], ["9999"]),
@@ -173,7 +172,7 @@ def test_bench_starts_a_server_and_compares_off_with_on(
     lines = [{"prompt": "abcabcabcabc"}, {"messages": chat}]
     prompts.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
     places = f"--target {tiny_target('llama')} --prompts {prompts} --out {out}"
-    sizes = "--ngram --k 3 --num-prompts 2 --max-tokens 8 --repeats 2 --concurrency 2"
+    sizes = "--suffix --k 3 --num-prompts 2 --max-tokens 8 --repeats 2 --concurrency 2"
     assert main(["bench", *places.split(), *sizes.split()]) == 0
     found = json.loads(out.read_text(encoding="utf-8"))
     cases = [(case["temperature"], case["mode"]) for case in found["cases"]]

@@ -127,7 +127,7 @@ def world(world_of: Callable[..., World]) -> World:
 
 
 def repetitive_prompt(target: Target) -> list[int]:
-    """One whose likely next tokens occur in it, so that n-gram lookup has something to offer."""
+    """One whose likely next tokens occur in it, so that suffix decoding has something to offer."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(500):
         tokens = torch.randint(3, target.vocab_size, (30,), generator=generator)
@@ -201,7 +201,7 @@ ORDINARY = {
     "greedy drafts": Way("near", {"draft_sampling": "greedy"}),
     "ended by its own guesses": Way("guessing"),
     "ended where it is unsure": Way("sharp"),
-    "states that cannot be rolled back": Way("ngram", asked="few tokens", arch="lfm2"),
+    "states that cannot be rolled back": Way("suffix", asked="few tokens", arch="lfm2"),
     "trees of given choices": Way("near heads", CHOICES, "top-k, longer"),
     "penalties in blocks": Way("nearer", BLOCK | {"k": 3}, "penalties"),
     "swapped": Way("unlike eagle3", asked="few tokens", swapped="eagle3"),
@@ -209,7 +209,7 @@ ORDINARY = {
 # In the long lane: every family, some with their weights swapped too.
 LATER = {
     "blocks": Way("near", BLOCK),
-    "answers that cross the end of a chunk": Way("ngram", asked="few tokens", arch="llama4"),
+    "answers that cross the end of a chunk": Way("suffix", asked="few tokens", arch="llama4"),
     **{f"penalties, {mode['tree']}": Way("eagle3", mode, "penalties") for mode in (SAMPLED, DYNAMIC)},
     **{family: Way(family, asked="few tokens") for family in TEXT},
     **{family: Way(family) for family in TRAINED},
@@ -429,7 +429,7 @@ MISTAKES = {
     "a draft withdrawn for its own probability": Mistake(
         make=lambda world: engine_of(world, Withdrawing(sharp(world.target))), num_samples=FEW_SAMPLES
     ),
-    "a state that rejected tokens were read into": Mistake(Way("ngram", asked="few tokens", arch="lfm2"), plant=always_ahead, num_samples=384),
+    "a state that rejected tokens were read into": Mistake(Way("suffix", asked="few tokens", arch="lfm2"), plant=always_ahead, num_samples=384),
     "trees of a wrong q": Mistake(
         Way("", asked="top-k, longer"), lambda world: engine_of(world, NearTrees(world.target, lie=True), **SAMPLED),
         num_samples=512,

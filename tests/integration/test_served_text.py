@@ -85,14 +85,14 @@ CELLS = [
     Cell("medusa", "choices"),
     Cell("shipped", "not compiled", "native glm4_moe"),
     Cell("none"),
-    Cell("ngram", arch="lfm2"),
+    Cell("suffix", arch="lfm2"),
     Cell("eagle3", arch="qwen3_next"),
 ]  # fmt: skip
 ARCHITECTURES = ("qwen3", "mistral", "gemma", "gpt_neox", "qwen3_moe")
 LATER = [
     *(Cell(family) for family in TRAINED if family not in KINDS),
     *(Cell("shipped", arch=f"native {kind}") for kind in ("deepseek_v3", "glm4_moe_lite")),
-    Cell("ngram", arch="jamba"),
+    Cell("suffix", arch="jamba"),
     *(Cell("eagle3", arch=arch) for arch in ARCHITECTURES),
     # Drafts across the ends of chunks of 16 tokens, with scales of queries by position.
     Cell("draft-lm", arch="llama4"),
@@ -225,7 +225,7 @@ def test_greedy_text_is_the_targets_alone(
 PROMPTS = [[5, 60, 7, 200, 9, 33] * 4, [9, 8, 7], [40 + i % 11 for i in range(33)]]
 SEEDS, TOKENS, K = [100, 101, 102], 18, 3
 SEEDED = [
-    Cell("none"), Cell("ngram"), Cell("eagle3"), Cell("medusa"), Cell("itself"), Cell("medusa", "choices"),
+    Cell("none"), Cell("suffix"), Cell("eagle3"), Cell("medusa"), Cell("itself"), Cell("medusa", "choices"),
     Cell("mtp", "mixed"),
     *(
         pytest.param(cell, marks=pytest.mark.long)
@@ -334,7 +334,7 @@ def test_sampled_text_is_that_of_speculate_whatever_happens_around_it(
         assert not engine.stats.fallbacks
     if _kernel() is not None and drafter is not None and cell.mode == "chain":
         assert verified.decided >= 0.9 * verified.calls > 8
-        assert (drawn.decided > 0) == (cell.family != "ngram")
+        assert (drawn.decided > 0) == (cell.family != "suffix")
 
 
 def preempt(engine: EngineCore, random: random.Random) -> None:

@@ -15,7 +15,7 @@ from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.heads.mtp import Mtp
 from draftsmith.drafters.options import Eagle3Options, MtpOptions
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.errors import UserError
 from draftsmith.serve import watch
 from draftsmith.serve.config import EngineConfig
@@ -130,7 +130,7 @@ def test_a_draft_that_does_not_fit_is_refused_and_the_old_one_stays(
 
 
 def test_only_a_trained_draft_can_be_swapped(target: Target, folders: list[str]) -> None:
-    for drafter in (None, Ngram()):
+    for drafter in (None, Suffix()):
         with pytest.raises(UserError, match="without a trained draft"):
             build_engine(target, drafter, EngineConfig()).draft.prepare(folders[0], "1")
 

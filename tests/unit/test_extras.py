@@ -31,9 +31,9 @@ COMMANDS = {
     "generate": ["--target", "t", "--prompts", "p", "--out", "o"],
     "train": ["eagle3", "--target", "t", "--data", "d", "--out", "o"],
     "eval": ["--target", "t", "--draft", "d", "--data", "d"],
-    "serve": ["--target", "t", "--ngram"],
+    "serve": ["--target", "t", "--suffix"],
     "distill": ["--target", "t", "--draft", "d", "--buffer", "b", "--versions", "v"],
-    "bench": ["--target", "t", "--ngram"],
+    "bench": ["--target", "t", "--suffix"],
     "audit": ["--kernels"],
     "fleet": ["status", "--versions", "v"],
 }

@@ -82,7 +82,7 @@ def check_drafting(scrape: Scrape) -> list[Finding]:
             "nothing is drafted: no drafter, requests that ask for k = 0, drafts that --k auto "
             "found not to pay, or a drafter that fails"
         )
-        mend = "start it with --draft, --ngram or --suffix, and look at drafting.fallbacks"
+        mend = "start it with --draft or --suffix, and look at drafting.fallbacks"
         return [warn("drafting.used", what, mend)]
     seen = f"draft version {version}, {rounds:.0f} rounds with drafts, counted per request"
     return [ok("drafting.used", seen), check_acceptance(scrape, version), check_payoff(scrape)]
@@ -132,7 +132,7 @@ def check_acceptance(scrape: Scrape, version: str) -> Finding:
     if first.high < LOW:
         mend = (
             "train on text like the traffic (draftsmith train, or serve --learn and distill), or "
-            "try --ngram or --suffix"
+            "try --suffix"
         )
         return warn("drafting.acceptance", what, mend)
     return ok("drafting.acceptance", what)
@@ -160,7 +160,7 @@ def check_payoff(scrape: Scrape) -> Finding:
         return ok("drafting.payoff", what)
     auto = "" if scrape.total("draftsmith_adaptive") else "--k auto, "
     mend = (
-        f"drafting costs more than it gains: {auto}a smaller draft, --ngram or --suffix; "
+        f"drafting costs more than it gains: {auto}a smaller draft, or --suffix; "
         "draftsmith bench --url measures"
     )
     return warn("drafting.payoff", what, mend)

@@ -33,7 +33,6 @@ def our_systems(stack: ExitStack, bench: Bench) -> Iterator[System]:
     suffix = ["--suffix", "--suffix-max-cached-requests", "0"]
     options = {
         "no draft": [],
-        "n-gram": ["--ngram"],
         "suffix": suffix,
         "draft": draft,
         "draft behind suffix": [*draft, *suffix],

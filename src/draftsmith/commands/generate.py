@@ -33,7 +33,7 @@ class GenerateConfig(GenerateOptions, LookupOptions, Pair):
 
     def drafting(self) -> str:
         """Name of an option that drafts; "" where none is given."""
-        given = {"draft": self.draft, "ngram": self.ngram, "suffix": self.suffix}
+        given = {"draft": self.draft, "suffix": self.suffix}
         return next((name for name, value in given.items() if value), "")
 
     def served(self, longest: int | None = None) -> ServeConfig:
@@ -45,7 +45,6 @@ class GenerateConfig(GenerateOptions, LookupOptions, Pair):
         return ServeConfig(
             **{field.name: getattr(self, field.name) for field in fields(Pair)},
             k=str(self.k or DEFAULT_K),
-            ngram=self.ngram,
             suffix=self.suffix,
             max_batch=self.batch,
             max_length=longest,
@@ -80,8 +79,7 @@ def _check_written_here(config: GenerateConfig) -> None:
         )
     if config.k is not None and not drafting:
         raise UserError(
-            f"k is {config.k} and nothing drafts; give --draft, --ngram or --suffix too, or leave "
-            "it out"
+            f"k is {config.k} and nothing drafts; give --draft or --suffix too, or leave it out"
         )
 
 
@@ -121,7 +119,7 @@ def drafts_of(config: GenerateConfig, revision: str | None) -> dict[str, Any] | 
     if not config.drafting() or hottest(config) == 0:
         return None
     drafts: dict[str, Any] = {"k": config.k or DEFAULT_K}
-    drafts |= {name: True for name in ("ngram", "suffix") if getattr(config, name)}
+    drafts |= {"suffix": True} if config.suffix else {}
     return drafts if revision is None else drafts | {"draft": config.draft, "revision": revision}
 
 

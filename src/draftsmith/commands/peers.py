@@ -59,7 +59,9 @@ ABSENT = {
     "tensor-parallel": "draftsmith serves on one device; serve a target that needs several with "
     "vLLM, for which `draftsmith export --to vllm` writes the draft",
     "quantization": "a checkpoint's own quantisation is taken; give one that is quantised",
-    "speculative-config": "its keys are options here: --draft, --k, --ngram, --suffix",
+    "speculative-config": "its keys are options here: --draft, --k, --suffix",
+    "ngram": "--suffix is what drafts from text here",
+    "prompt-lookup": "--suffix is what drafts from text here",
     "gpu-memory-utilization": "--memory-gib bounds keys and values here",
 }
 

@@ -324,9 +324,17 @@ def test_other_spellings_of_our_own_are_taken(
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size=2", "--tensor_parallel"])
-def test_what_is_not_here_is_answered_by_what_there_is(flag: str) -> None:
-    mend = f"^{flag.partition('=')[0]} is given and .* with vLLM, for"
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--tensor-parallel-size=2", ".* with vLLM, for"),
+        ("--tensor_parallel", ".* with vLLM, for"),
+        ("--ngram", "--suffix is"),
+        ("--prompt-lookup-max", "--suffix is"),
+    ],
+)
+def test_what_is_not_here_is_answered_by_what_there_is(flag: str, instead: str) -> None:
+    mend = f"^{flag.partition('=')[0]} is given and {instead}"
     with pytest.raises(UserError, match=mend):
         parse(parser_for("serve", load(COMMANDS["serve"].config)), ["--target", "t", flag, "2"])
 

@@ -37,9 +37,8 @@ def test_drafts_are_those_of_a_server_with_the_same_options() -> None:
     ("values", "says"),
     [
         ({"draft": "d", "url": "http://h"}, "draft is given with --url"),
-        ({"ngram": True, "keep_answers": True}, "ngram is given with --keep-answers"),
+        ({"suffix": True, "keep_answers": True}, "suffix is given with --keep-answers"),
         ({"k": 3}, "k is 3 and nothing drafts"),
-        ({"ngram": True, "draft": "d"}, "ngram is given with draft d"),
     ],
 )
 def test_options_that_draft_nothing_are_refused(values: dict, says: str) -> None:
@@ -51,8 +50,8 @@ def test_sampled_answers_name_what_their_draws_depend_on_and_greedy_ones_nothing
     found = drafts_of(options(draft="folder", k=2), "ab12")
     assert found == {"draft": "folder", "revision": "ab12", "k": 2}
     # A default that is written out is no other run.
-    plain, written = (drafts_of(options(ngram=True, k=k), None) for k in (None, 4))
-    assert plain == written == {"k": 4, "ngram": True}
+    plain, written = (drafts_of(options(suffix=True, k=k), None) for k in (None, 4))
+    assert plain == written == {"k": 4, "suffix": True}
     assert drafts_of(options(draft="folder", temperature=[0.0]), "ab12") is None
     assert drafts_of(options(), None) is None
 
@@ -73,7 +72,7 @@ def test_a_draft_meets_no_draws_that_it_may_have_learned(
 
     drafts = [{"draft": str(tmp_path / "0")}, {"draft": str(tmp_path / "1")}]
     first, second = (seed_with(**draft) for draft in drafts)
-    plain, looked_up = seed_with(), seed_with(ngram=True)
+    plain, looked_up = seed_with(), seed_with(suffix=True)
     assert len({first, second, plain}) == 3 and looked_up == plain
     assert seed_with(**drafts[0]) == first
     assert seed_with(**drafts[0], suffix=True) == first

@@ -197,6 +197,6 @@ def test_the_servers_image_serves_what_is_given_behind_its_name() -> None:
     *_, entry = (DEPLOY / "serve.Dockerfile").read_text().splitlines()
     program, *words = json.loads(entry.removeprefix("ENTRYPOINT "))
     assert program == "draftsmith" and "0.0.0.0" in words
-    check_command([*words, "--target", "/t", "--ngram", "--port", "0"])
+    check_command([*words, "--target", "/t", "--suffix", "--port", "0"])
     extras = re.findall(r"/draftsmith\[(.*)\]", (DEPLOY / "serve.Dockerfile").read_text())
     assert extras == [COMMANDS["serve"].extra]

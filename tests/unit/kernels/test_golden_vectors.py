@@ -12,11 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
-from draftsmith.drafters.text.ngram import find
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
@@ -162,24 +160,6 @@ def test_flashinfer_docstring(verify: Verify) -> None:
         assert verify(target, ids([2, 1]), ids(2), draft, ids(seed), ids(0)).tokens.tolist() == [
             [2, 0, -1]
         ]
-
-
-@pytest.mark.parametrize(
-    "text, min_n, max_n, k, expected",
-    [
-        ([1, 2, 3, 4, 1, 2, 3], 2, 2, 3, [4, 1, 2]),
-        ([1, 2, 3, 4, 5], 2, 2, 2, []),
-        ([1, 2, 3, 4, 1, 2, 3], 4, 4, 2, []),
-        ([1, 2, 3, 4, 1, 2, 3], 3, 4, 2, [4, 1]),
-        ([2, 3, 4, 5, 1, 2, 3, 4, 1, 2, 3, 4], 3, 4, 2, [1, 2]),
-        ([3, 4, 5, 2, 3, 4, 1, 2, 3, 4], 2, 4, 2, [1, 2]),
-        ([1, 2, 3, 100, 1, 2, 3, 200, 1, 2, 3, 300, 1, 2, 3], 3, 3, 2, [100, 1]),
-    ],
-)
-def test_vllm_ngram(text: list[int], min_n: int, max_n: int, k: int, expected: list[int]) -> None:
-    """The longest n wins, then the earliest occurrence."""
-    begin = find(np.asarray(text), min_n, max_n)
-    assert ([] if begin is None else text[begin : begin + k]) == expected
 
 
 # Corner cases no suite has

@@ -70,14 +70,13 @@ def test_an_engine_is_not_made_of(options, words):
             {"draft": "d", "suffix_max_cached_requests": 3},
             "suffix_max_cached_requests 3 is given without suffix",
         ),
-        ({"suffix": True, "prompt_lookup_max": 3}, "prompt_lookup_max 3 is given without ngram"),
-        ({"ngram": True, "tree": "auto"}, "tree auto is given without draft or versions"),
+        ({"tree": "auto"}, "tree auto is given without draft or versions"),
         (
             {"draft": "d", "suffix": True, "tree": "auto"},
             "tree auto is given with suffix, which copies chains",
         ),
         ({"draft": "d", "k": "3", "tree": "auto"}, "k is 3 together with tree 'auto'"),
-        ({"ngram": True, "seed": 0, "learn": "b"}, "seed 0 is given with learn b"),
+        ({"suffix": True, "seed": 0, "learn": "b"}, "seed 0 is given with learn b"),
         ({"seed": 3, "versions": "v"}, "seed 3 is given with versions v"),
     ],
 )

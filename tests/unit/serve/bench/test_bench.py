@@ -161,7 +161,6 @@ def test_the_started_server_gets_the_pair_that_bench_got() -> None:
         "draft_dtype": "bfloat16",
         "heterogeneous_vocab": True,
         "trust_remote_code": True,
-        "ngram": True,
         "suffix": True,
         "suffix_answers": "a",
     }

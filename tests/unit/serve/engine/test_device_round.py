@@ -17,7 +17,7 @@ from draftsmith.drafters.interface import Proposal
 from draftsmith.drafters.options import OPTIONS
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.ngram import Ngram
+from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.kernels import dispatch
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.verify import block_triton, chain_triton, tree_triton
@@ -67,8 +67,8 @@ class Served:
     def __init__(self, path: str, family: str | None):
         self.target, self.drafter = Target.load(path), None
         self.device: StandIn | None = None
-        if family == "ngram":
-            self.drafter: Any = Ngram(min_n=1, max_n=3)
+        if family == "suffix":
+            self.drafter: Any = Suffix()
         elif family is not None:
             self.drafter = FAMILIES[family].create(OPTIONS[family](), self.target, seed=1).eval()
 

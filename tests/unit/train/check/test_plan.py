@@ -134,7 +134,7 @@ def test_a_table_for_people(
     ("words", "says"),
     [
         (["--families", "nope"], "must be one of"),
-        (["--recipe", "recipes/ngram.yaml"], "does not exist"),
+        (["--recipe", "recipes/suffix.yaml"], "does not exist"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

@@ -98,10 +98,10 @@ def test_bad_input_is_one_sentence(
     assert "does not say which target it is for; give --target" in refusal(draft)
     set_record(draft, target={"name": tiny_target("llama"), "tokenizer_hash": "another"})
     assert "another tokenizer" in refusal(draft)
-    set_record(draft, family="ngram", target={"name": str(tmp_path)})
+    set_record(draft, family="suffix", target={"name": str(tmp_path)})
     assert "config.json" in refusal(draft)
     write_json(tmp_path / "config.json", {})
-    assert "family 'ngram' has no weights to export" in refusal(draft)
+    assert "family 'suffix' has no weights to export" in refusal(draft)
     (draft / "draftsmith.json").write_text("{")
     assert "is not valid JSON" in refusal(draft)
 
