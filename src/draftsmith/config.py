@@ -301,6 +301,11 @@ def changed(config: Any) -> dict[str, Any]:
 
 def command_line(name: str, config: Any) -> str:
     """The command as it is typed, without defaults, secrets and logins of addresses."""
+    return shlex.join(["draftsmith", *map(without_login, command_words(name, config))])
+
+
+def command_words(name: str, config: Any) -> list[str]:
+    """Words of a command behind `draftsmith`, without defaults and secrets."""
     given, first, target, flags = changed(config), [], [], []
     given.pop(SECRET, None)
     for field, wanted in flag_options(type(config)):
@@ -316,8 +321,7 @@ def command_line(name: str, config: Any) -> str:
             target += values
         else:
             flags += [FlagOption(field, wanted).flag, *([] if wanted is bool else values)]
-    words = ["draftsmith", name, *first, *target, *assignments(given), *flags]
-    return shlex.join(without_login(word) for word in words)
+    return [name, *first, *target, *assignments(given), *flags]
 
 
 def without_login(text: str) -> str:

@@ -23,9 +23,8 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def folder_lock(folder: str | Path, role: str, *, option: str = "out") -> Iterator[int]:
-    """Holds the lock of one role, and yields the descriptor by which other processes can hold it
-    too: one that outlives its parent keeps the next one away.
+def folder_lock(folder: str | Path, role: str, *, option: str = "out") -> Iterator[None]:
+    """Holds the lock of one role.
 
     Raises:
         UserError: another process has it, or the folder, that of the option, cannot be written.
@@ -49,8 +48,11 @@ def folder_lock(folder: str | Path, role: str, *, option: str = "out") -> Iterat
             f"{option} {str(folder)!r} cannot be written to ({error.strerror}); give another folder"
         ) from error
     try:
-        note_holder(descriptor, os.getpid())
-        yield descriptor
+        with suppress(OSError):  # a full disk goes without a name for the message of the next one
+            os.ftruncate(descriptor, 0)
+            own = {"pid": os.getpid(), "host": socket.gethostname()}
+            os.pwrite(descriptor, json.dumps(own).encode(), 0)
+        yield
     finally:
         with suppress(OSError):
             path.unlink()
@@ -67,13 +69,6 @@ def _taken(descriptor: int, path: Path) -> bool:
         if error.errno not in NO_LOCKS:
             raise
     return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-
-
-def note_holder(descriptor: int, pid: int) -> None:
-    """Names the process for the message of the next one; a full disk goes without."""
-    with suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": pid, "host": socket.gethostname()}).encode(), 0)
 
 
 def _holder(descriptor: int) -> str:

@@ -57,7 +57,7 @@ def test_a_killed_pipeline_goes_on_where_it_was(
     process = start(tmp_path, *changes)
     whole, said = "out/draft/training/checkpoint-*/complete.json", process.communicate
     wait_until(lambda: list(tmp_path.glob(whole)), 600, process=process, said=lambda: said()[0])
-    left = json.loads((tmp_path / "out" / "run.lock").read_text())["pid"]
+    left = json.loads((tmp_path / "out" / "draft" / "train.lock").read_text())["pid"]
     os.kill(left, signal.SIGSTOP)
     metrics = tmp_path / "out" / "draft" / "metrics.jsonl"
     first = metrics.read_text().splitlines()[0]
@@ -67,14 +67,11 @@ def test_a_killed_pipeline_goes_on_where_it_was(
     # The stage that is left behind would write into the same folder.
     refused = start(tmp_path, *changes)
     words = refused.communicate(timeout=600)[0]
-    assert refused.returncode == 2 and f"is in use by another run (process {left} on " in words
+    assert refused.returncode == 2 and f"is in use by another train (process {left} on " in words
     os.kill(left, signal.SIGKILL)
     again = start(tmp_path, *changes)
     words = again.communicate(timeout=1200)[0]
     assert again.returncode == 0, words
-    record = json.loads((tmp_path / "out" / "run.json").read_text())["stages"]
-    begun = {name: one["begun"] for name, one in record.items()}
-    assert begun == {"data": 1, "draft": 2, "figures": 1}
     assert "[1/3] data: kept" in words and "[2/3] draft: resumed" in words
     # Not from the start: the clock's figures of its first step are those of before the kill.
     assert metrics.read_text().splitlines()[0] == first

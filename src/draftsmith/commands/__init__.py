@@ -7,7 +7,7 @@ Files in reading order:
 - `generate`: the dataset of answers, joined to the engine that writes and drafts them
 - `serve`: the server, joined to the buffer that stores its rounds
 - `audit`: the audit, joined to the monitor that reads buffers
-- `run`: the pipeline, joined to the table of the commands that it runs
+- `run`: a pipeline of commands from a recipe
 - `recipe`: `config`, the options of a command as a recipe
 - `completion`: `completion`, a script for the shell, by shtab
 - `collect_env`: `collect-env`, what a bug report needs
