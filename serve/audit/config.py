@@ -78,9 +78,6 @@ class AuditConfig(SuiteOptions):
         "send a seed with every request, so that an audit can be repeated; not all servers can "
         "take one",
     )
-    rounds: int = option(
-        250_000, "rounds of each distribution of the kernel audit", limits=AT_LEAST_1
-    )
     impl: str = option("auto", "kernels to audit", choices=("auto", "triton", "torch"))
     device: str = option(
         "cpu", "torch device of the kernel audit, and of the target when one is given"
