@@ -243,9 +243,7 @@ class DoctorConfig(Pair):
 class PlanConfig:
     target: str = option(help="the target: a folder, Hub id or GGUF file of a causal LM")
     data: tuple[str, ...] = option(
-        (),
-        "folders written by `draftsmith generate`, FOLDER[:WEIGHT]: their tokens size the run and "
-        "the draft vocabulary",
+        (), "folders written by `draftsmith generate`, FOLDER[:WEIGHT]: their tokens size the run"
     )
     families: tuple[str, ...] = option(
         (), "families to plan [default: that of the recipe, or all]", choices=FAMILIES

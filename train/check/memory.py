@@ -19,6 +19,7 @@ from draftsmith.kernels.host_memory import host_bytes
 from draftsmith.train.check.finding import Finding, fail, ok, warn
 
 GIB = 2**30
+TRAINED_BYTES = 16  # of a trained parameter: float32 weight, gradient and two moments
 OFFLOADED = {"cpu": "in the host's memory", "disk": "in its files"}
 SHARES = (2, 4, 8, 16, 32, 64)  # numbers of processes that are offered
 
@@ -144,16 +145,17 @@ def check_training(
     """The frozen target beside the draft's float32 weights, gradients and two Adam moments."""
     trained = sum(parameter.numel() for parameter in draft.parameters() if parameter.requires_grad)
     parts = parts_of(target.model)
-    own = parts.on_device(offload=offload)
+    own = TRAINED_BYTES * trained
+    whole = parts.on_device(offload=offload) + own
     what = (
-        f"{trained / 1e6:.1f} M trained parameters; {(own + 16 * trained) / GIB:.2f} GiB for "
+        f"{trained / 1e6:.1f} M trained parameters; {whole / GIB:.2f} GiB for "
         f"weights and optimizer, activations of rows up to {max_length} tokens on top"
     )
     if offload is not None:
         what += f"; {sum(parts.layers) / GIB:.2f} GiB of layers {OFFLOADED[offload]}"
-    ways = ways_to_fit(parts, target.device, beside=16 * trained, offloads=offload is None)
+    ways = ways_to_fit(parts, target.device, beside=own, offloads=offload is None)
     mend = ways or "use --deepspeed recipes/zero3.json or a smaller draft"
-    return compare("memory.training", what, own + 16 * trained, target.device, mend)
+    return compare("memory.training", what, whole, target.device, mend)
 
 
 def compare(check: str, what: str, needed: float, device: torch.device, mend: str) -> Finding:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from shlex import quote
 from time import perf_counter
@@ -13,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.config import TOP, build, merge, read_yaml
+from draftsmith.config import build, merge, read_yaml
 from draftsmith.drafters.interface import TextBatch
-from draftsmith.drafters.options import DrafterOptions, Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
 from draftsmith.drafters.target.target import Target
@@ -23,7 +21,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import markdown_table
 from draftsmith.progress import Progress
 from draftsmith.train.check.finding import FAIL
-from draftsmith.train.check.memory import GIB, check_fit, check_training, num_bytes, parts_of
+from draftsmith.train.check.memory import GIB, TRAINED_BYTES, check_fit, check_training, parts_of
 from draftsmith.train.config import FAMILIES as TRAINED
 from draftsmith.train.config import PlanConfig, TrainConfig
 from draftsmith.train.data.mixture import read_mixture
@@ -32,41 +30,23 @@ from draftsmith.train.quiet import quiet
 from draftsmith.train.resolve import check_options, drafter_options
 from draftsmith.train.trainer import Trainee
 
-TEXT_BYTES = 4 + 1  # a token: its id and its entry of the loss mask, before Parquet packs them
-DISTRIBUTION_BYTES = TOP * (4 + 4) + 4  # ids, log-probabilities, the tail
-TRAINED_BYTES = 16  # of a trained parameter: float32 weight, gradient and two moments
-# A checkpoint of a running training: float32 weights and two moments. The trainer keeps two.
-CHECKPOINT_BYTES = 2 * 12
 STEP_ROWS, STEP_LENGTH = 4, 256  # of the timed step, at most
-ANSWERS, ANSWER_TOKENS = 16, 16  # written to time what generate does
-COVERAGE = 0.99  # of the target's tokens, that a reduced draft vocabulary must hold
-VOCABULARY_STEP = 256
 STORED_PAYS = 0.3  # share of a step's time that the target takes
 TIMED = 3  # passes of each kind, the first of which is not counted
 PASSES = 2 * TIMED  # of a draft
-HEAD = ("draft", "trained", "tok/s", "target", "hours", "memory", "on disk", "stored taps")
+HEAD = ("draft", "trained", "tok/s", "target", "hours", "memory")
 
 
 class Planned(NamedTuple):
-    """One draft. Bytes of taps are those of all data, in bfloat16."""
+    """One draft."""
 
     family: str
-    options: list[str]  # beside the recipe's, as `draftsmith train` takes them
     parameters: int  # trained
     tokens_per_s: float
     target_share: float  # of a step's time, which stored taps save
     hours: float
     memory_bytes: int  # weights, gradients and moments; activations on top
-    disk_bytes: int  # checkpoints while it trains, and the draft
-    taps_bytes: int
     too_large: str  # what makes it fit beside the target; empty where it fits
-
-
-class PlannedText(NamedTuple):
-    """Text of the run. `counts` [V] are those of the target's tokens, where there is data."""
-
-    tokens: int
-    counts: torch.Tensor | None
 
 
 def run(config: PlanConfig) -> int:
@@ -78,7 +58,7 @@ def run(config: PlanConfig) -> int:
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
     target = open_target(config)
-    text = text_of(config, target)
+    tokens = num_tokens(config, target)
     drafts: list[Planned] = []
     refused: dict[str, str] = {}
     families = families_of(config)
@@ -87,7 +67,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         progress.update(at * PASSES, family)
         try:
             show = partial(progress.advance, family)
-            drafts.append(planned(config, target, text, family, show))
+            drafts.append(planned(config, target, tokens, family, show))
         except UserError as error:
             refused[family] = str(error)
     progress.update(progress.total)
@@ -95,18 +75,11 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
     if not drafts:
         reason = next(iter(refused.values()))
         raise UserError(f"no draft can be planned for {config.target!r}: {reason}")
-    writes = not config.data and config.target_offload is None
-    hours = text.tokens / written_per_s(target) / 3600 if writes else None
     return {
         "schema": 1,
-        "target": {"name": config.target, "bytes": num_bytes(target.model)},
+        "target": config.target,
         "device": str(target.device),
-        "data": {
-            "tokens": text.tokens,
-            "bytes": text.tokens * TEXT_BYTES,
-            "distributions_bytes": text.tokens * DISTRIBUTION_BYTES,
-            "generate_hours": hours,
-        },
+        "tokens": tokens,
         "drafts": [draft._asdict() for draft in drafts],
         "refused": refused,
         "give": give(config, drafts),
@@ -123,12 +96,12 @@ def open_target(config: PlanConfig) -> Target:
     return load_target(config.target, dtype=dtype, offload=offload, trust_remote_code=trust)
 
 
-def text_of(config: PlanConfig, target: Target) -> PlannedText:
+def num_tokens(config: PlanConfig, target: Target) -> int:
     if not config.data:
-        return PlannedText(config.answers * config.tokens, None)
+        return config.answers * config.tokens
     length = target.max_positions
-    corpus = read_mixture(config.data, target, max_length=length, held_out_share=0.0)
-    return PlannedText(corpus.tokens_per_epoch(), corpus.token_counts(target.vocab_size))
+    mixture = read_mixture(config.data, target, max_length=length, held_out_share=0.0)
+    return mixture.tokens_per_epoch()
 
 
 def families_of(config: PlanConfig) -> tuple[str, ...]:
@@ -155,58 +128,29 @@ def training(config: PlanConfig, family: str) -> TrainConfig:
     return train
 
 
-def options_for(given: DrafterOptions, text: PlannedText) -> DrafterOptions:
-    if text.counts is None or given != Eagle3Options():
-        return given
-    return Eagle3Options(draft_vocab_size=reduced_vocabulary(text.counts))
-
-
-def reduced_vocabulary(token_counts: torch.Tensor) -> int | None:
-    """The smallest vocabulary of the most frequent tokens that covers nearly all of the text; None
-    where it saves little."""
-    shares = token_counts.sort(descending=True).values.double().cumsum(0) / token_counts.sum()
-    needed = int((shares < COVERAGE).sum()) + 1
-    rounded = -(-needed // VOCABULARY_STEP) * VOCABULARY_STEP
-    return rounded if rounded <= len(token_counts) // 2 else None
-
-
 def planned(
-    config: PlanConfig, target: Target, text: PlannedText, family: str, show: Callable[[], None]
+    config: PlanConfig, target: Target, tokens: int, family: str, show: Callable[[], None]
 ) -> Planned:
     """`show` is called after each of `PASSES` passes."""
-    train = training(config, family)
-    given = drafter_options(train)
-    options = options_for(given, text)
+    train, offload = training(config, family), config.target_offload
     # Which tokens a reduced vocabulary holds changes no size and no time.
-    counts = torch.ones(target.vocab_size) if text.counts is None else text.counts
-    drafter: Any = FAMILIES[family].create(options, target, seed=0, token_counts=counts)
+    counts = torch.ones(target.vocab_size)
+    drafter: Any = FAMILIES[family].create(
+        drafter_options(train), target, seed=0, token_counts=counts
+    )
     drafter = drafter.to(device=target.device, dtype=torch.float32)
     trained = sum(one.numel() for one in drafter.parameters() if one.requires_grad)
     tokens_per_s, target_share = timed_step(train, target, drafter, show)
-    offload = config.target_offload
-    whole = parts_of(target.model).on_device(offload=offload)
     fits = check_training(target, drafter, train.max_length, offload=offload)
     return Planned(
         family=family,
-        options=overrides(given, options),
         parameters=trained,
         tokens_per_s=tokens_per_s,
         target_share=target_share,
-        hours=text.tokens * config.epochs / tokens_per_s / 3600,
-        memory_bytes=whole + TRAINED_BYTES * trained,
-        disk_bytes=num_bytes(drafter) + CHECKPOINT_BYTES * trained,
-        taps_bytes=text.tokens * len(drafter.taps) * target.hidden_size * 2,
+        hours=tokens * config.epochs / tokens_per_s / 3600,
+        memory_bytes=parts_of(target.model).on_device(offload=offload) + TRAINED_BYTES * trained,
         too_large=f"training {family} is too large: {fits.what}; {fits.mend}" if fits.mend else "",
     )
-
-
-def overrides(given: DrafterOptions, options: DrafterOptions) -> list[str]:
-    known = asdict(given)
-    return [
-        f"draft.{name}={json.dumps(value)}"
-        for name, value in asdict(options).items()
-        if value != known[name]
-    ]
 
 
 def timed_step(
@@ -248,15 +192,6 @@ def seconds(work: Callable[[], torch.Tensor], show: Callable[[], None]) -> float
     return min(times[1:])
 
 
-def written_per_s(target: Target) -> float:
-    """Tokens per second of answers that are written at once."""
-    prompts = [[7]] * ANSWERS
-    target.answer(prompts, max_new_tokens=1, ignore_eos=True)
-    begun_s = perf_counter()
-    target.answer(prompts, max_new_tokens=ANSWER_TOKENS, ignore_eos=True)
-    return ANSWERS * ANSWER_TOKENS / (perf_counter() - begun_s)
-
-
 def give(config: PlanConfig, drafts: list[Planned]) -> list[str]:
     """Commands of the run with the first draft, and what makes it faster or possible."""
     first, data = drafts[0], " ".join(config.data) or "DATA"
@@ -265,7 +200,6 @@ def give(config: PlanConfig, drafts: list[Planned]) -> list[str]:
         f"--epochs {config.epochs:g}",
         *(["--target-offload", config.target_offload] if config.target_offload else []),
         *([config.recipe] if config.recipe else []),
-        *first.options,
     ]
     lines = [" ".join(words)]
     if not config.data:
@@ -274,27 +208,18 @@ def give(config: PlanConfig, drafts: list[Planned]) -> list[str]:
     if first.target_share > STORED_PAYS and config.epochs > 1:
         lines.append(
             f"the target takes {first.target_share:.0%} of a step: generate with --store-taps and "
-            f"train with --teacher stored, {gib(first.taps_bytes)} on disk, to run it once for "
-            f"{config.epochs:g} epochs"
+            f"train with --teacher stored, to run it once for {config.epochs:g} epochs"
         )
     return [*lines, *(draft.too_large for draft in drafts if draft.too_large)]
 
 
 def table(plan: dict[str, Any]) -> str:
-    data = plan["data"]
-    lines = [
-        f"data: {data['tokens']:,} tokens, {gib(data['bytes'])}, with stored distributions "
-        f"{gib(data['distributions_bytes'])} more"
-    ]
-    if data["generate_hours"] is not None:
-        lines.append(f"to generate: {data['generate_hours']:.2f} hours")
     rows = [row_of(Planned(**draft)) for draft in plan["drafts"]]
-    lines += ["", *markdown_table(HEAD, rows), ""]
+    lines = [f"data: {plan['tokens']:,} tokens", "", *markdown_table(HEAD, rows), ""]
     lines += [f"{family} is left out: {why}" for family, why in plan["refused"].items()]
     lines.append(
         "trained: parameters; target: its share of a step; memory: of weights, gradients and "
-        "moments, activations come on top; on disk: the draft and its checkpoints; stored taps: "
-        "what generate --store-taps would write"
+        "moments, activations come on top"
     )
     return "\n".join([*lines, "", *plan["give"]])
 
@@ -306,9 +231,5 @@ def row_of(one: Planned) -> tuple[str, ...]:
         f"{one.tokens_per_s:,.0f}",
         f"{one.target_share:.0%}",
         f"{one.hours:.2f}",
-        *map(gib, (one.memory_bytes, one.disk_bytes, one.taps_bytes)),
+        f"{one.memory_bytes / GIB:.2f} GiB",
     )
-
-
-def gib(count: float) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"

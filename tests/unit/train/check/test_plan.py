@@ -38,7 +38,7 @@ def test_hours_are_those_of_the_measured_step(
     planned: Planned, tiny_target: Callable[..., str]
 ) -> None:
     found = planned("--families", "eagle3", "medusa", "--answers", "100", "--tokens", "64")
-    assert found["data"]["tokens"] == 6400 and found["data"]["generate_hours"] > 0
+    assert found["tokens"] == 6400
     target = Target.load(tiny_target("llama"))
     for draft in found["drafts"]:
         family = draft["family"]
@@ -47,7 +47,7 @@ def test_hours_are_those_of_the_measured_step(
         assert draft["parameters"] == trained
         assert draft["hours"] == pytest.approx(6400 / draft["tokens_per_s"] / 3600)
         assert 0 < draft["target_share"] <= 1
-        assert draft["memory_bytes"] > 16 * trained and draft["disk_bytes"] > 24 * trained
+        assert draft["memory_bytes"] > 16 * trained
     assert found["refused"] == {}
 
 
@@ -69,7 +69,7 @@ def test_what_is_to_be_given_is_a_command_of_train(planned: Planned, tmp_path: P
     )
     found = planned("--recipe", str(recipe), "--epochs", "2")
     (draft,) = found["drafts"]
-    assert (draft["family"], draft["options"]) == ("mtp", [])
+    assert draft["family"] == "mtp"
     generate, train = found["give"][:2]
     words = train.split()[2:]
     config = build(
@@ -99,7 +99,6 @@ def test_memory_is_that_of_an_offloaded_target(
     (draft,) = found["drafts"]
     device = parts.beside + max(parts.layers)
     assert draft["memory_bytes"] == device + 16 * draft["parameters"]
-    assert found["data"]["generate_hours"] is None, "it would be read for every token"
     assert "--target-offload disk" in found["give"][1]
 
 
@@ -110,13 +109,6 @@ def test_what_makes_a_large_draft_fit_is_told(
     monkeypatch.setattr(plan, "check_fit", lambda *_, **__: None)
     said = planned("--families", "eagle3")["give"][-1]
     assert said.startswith("training eagle3 is too large: ") and "zero3.json" in said
-
-
-def test_a_vocabulary_covers_nearly_all_of_the_text() -> None:
-    counts = torch.ones(4096)
-    counts[:100] = 10000
-    assert plan.reduced_vocabulary(counts) == 256
-    assert plan.reduced_vocabulary(torch.ones(4096)) is None
 
 
 def test_a_table_for_people(
