@@ -18,7 +18,7 @@ from draftsmith.serve.http.errors import Refusal, as_refusal, failure, unforesee
 from draftsmith.serve.http.limits import arrival_of
 from draftsmith.serve.http.protocol import ChatRequest, CompletionRequest, Generation
 from draftsmith.serve.http.responses import CompletionResponder, Responder
-from draftsmith.serve.http.schema import ChatBody, CompletionBody, answers_of
+from draftsmith.serve.http.schema import answers
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import RequestStreams
 from draftsmith.serve.http.tokens import TokenPrompt, bad_word_tokens, completion_prompts
@@ -30,7 +30,7 @@ LEARN_HEADER = "x-draftsmith-learn"  # "off" keeps a request's rounds out of the
 
 
 def add_completion_endpoints(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/completions", responses=answers_of(CompletionBody))
+    @app.post("/v1/completions", responses=answers())
     async def completions(body: CompletionRequest, request: Request) -> Response:
         model = server.check_model(body.model)
         _check_count(server, body.num_prompts(), body.n or 1)
@@ -47,7 +47,7 @@ def add_completion_endpoints(app: FastAPI, server: Server) -> None:
         responder = CompletionResponder(model, server.vocabulary, body, prompts, server.report)
         return await answer(server, request, responder)
 
-    @app.post("/v1/chat/completions", responses=answers_of(ChatBody))
+    @app.post("/v1/chat/completions", responses=answers())
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = server.check_model(body.model)
         plan = await planned(server, request, body)

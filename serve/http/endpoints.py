@@ -13,17 +13,7 @@ from draftsmith.serve.http.bodies import ConversationBody, FunctionTool, StrictM
 from draftsmith.serve.http.chat import chat_prompt
 from draftsmith.serve.http.errors import Refusal
 from draftsmith.serve.http.protocol import TokenIds
-from draftsmith.serve.http.schema import (
-    DetokenizeBody,
-    LoadBody,
-    Model,
-    ModelList,
-    SpeculationBody,
-    TokenizeBody,
-    TokenizerInfo,
-    VersionBody,
-    documented,
-)
+from draftsmith.serve.http.schema import documented
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import drafting_state
 from draftsmith.serve.http.tokens import encode
@@ -45,11 +35,11 @@ def add_service_endpoints(app: FastAPI, server: Server) -> None:
     async def health() -> Response:
         return Response(status_code=200 if server.loop.healthy else 503)
 
-    @app.get("/version", responses=documented(200, model=VersionBody))
+    @app.get("/version", responses=documented(200))
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/load", responses=documented(200, model=LoadBody))
+    @app.get("/load", responses=documented(200))
     async def load() -> dict[str, int]:
         return {"server_load": server.load.num_answering}
 
@@ -57,14 +47,11 @@ def add_service_endpoints(app: FastAPI, server: Server) -> None:
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type=METRICS_TYPE)
 
-    @app.get("/v1/models", responses={**documented(200, model=ModelList), **documented(401)})
+    @app.get("/v1/models", responses=documented(200, 401))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(server, name) for name in server.models]}
 
-    @app.get(
-        "/v1/models/{model:path}",
-        responses={**documented(200, model=Model), **documented(401, 404)},
-    )
+    @app.get("/v1/models/{model:path}", responses=documented(200, 401, 404))
     async def model(model: str) -> dict[str, Any]:
         return _model(server, server.check_model(model))
 
@@ -85,7 +72,7 @@ def _model(server: Server, name: str) -> dict[str, Any]:
 
 
 MOST_DECODED = 2**16  # tokens of a request, where the context is shorter
-TOKEN_STATUSES = (400, 401, 404, 413)
+TOKEN_STATUSES = (200, 400, 401, 404, 413)
 
 
 class TokenizeText(StrictModel):
@@ -117,10 +104,7 @@ class DetokenizeRequest(StrictModel):
 
 
 def add_token_endpoints(app: FastAPI, server: Server) -> None:
-    @app.post(
-        "/tokenize",
-        responses={**documented(200, model=TokenizeBody), **documented(*TOKEN_STATUSES)},
-    )
+    @app.post("/tokenize", responses=documented(*TOKEN_STATUSES))
     async def tokenize(
         body: Annotated[TokenizeRequest, Body()], request: Request
     ) -> dict[str, Any]:
@@ -139,10 +123,7 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
             "token_strs": strings,
         }
 
-    @app.post(
-        "/detokenize",
-        responses={**documented(200, model=DetokenizeBody), **documented(*TOKEN_STATUSES)},
-    )
+    @app.post("/detokenize", responses=documented(*TOKEN_STATUSES))
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
         server.check_model(body.model)
         # Decoding keeps Python's lock: meanwhile no other request is served.
@@ -164,9 +145,7 @@ def add_token_endpoints(app: FastAPI, server: Server) -> None:
         text = await server.take_in(request, lambda: server.tokenizer.decode(body.tokens))
         return {"prompt": text}
 
-    @app.get(
-        "/tokenizer_info", responses={**documented(200, model=TokenizerInfo), **documented(401)}
-    )
+    @app.get("/tokenizer_info", responses=documented(200, 401))
     async def tokenizer_info() -> dict[str, Any]:
         tokenizer = server.vocabulary
         return {
@@ -187,7 +166,7 @@ def _tokens(server: Server, body: TokenizeText | TokenizeChat) -> list[int]:
     return encode(body.prompt, server.tokenizer, add_special_tokens=body.add_special_tokens)
 
 
-SPECULATION_DOCUMENT = {**documented(200, model=SpeculationBody), **documented(400, 401, 404, 503)}
+SPECULATION_DOCUMENT = documented(200, 400, 401, 404, 503)
 SPECULATION_DOCUMENT[404]["description"] = "No such answer is being made here."
 
 

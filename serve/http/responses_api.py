@@ -8,17 +8,16 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel
 
 from draftsmith.serve.http.chat import new_call_id
 from draftsmith.serve.http.completions import answer, planned
 from draftsmith.serve.http.responses import Body, Responder
 from draftsmith.serve.http.responses_body import ResponsesRequest, chat_request
-from draftsmith.serve.http.schema import RequestMetrics, answers_of
+from draftsmith.serve.http.schema import answers
 from draftsmith.serve.http.server import Server
 from draftsmith.serve.http.streams import sent_event
 from draftsmith.serve.requests.request import FinishReason, Request, Update
@@ -27,7 +26,7 @@ from draftsmith.serve.tools.call_format import AnswerPiece
 
 
 def add_responses_endpoint(app: FastAPI, server: Server) -> None:
-    @app.post("/v1/responses", responses=answers_of(ResponseBody))
+    @app.post("/v1/responses", responses=answers())
     async def responses(body: ResponsesRequest, request: HttpRequest) -> Response:
         model = server.check_model(body.model)
         chat = chat_request(body)
@@ -36,70 +35,6 @@ def add_responses_endpoint(app: FastAPI, server: Server) -> None:
             model, server.vocabulary, chat, [plan.prompt], server.report, given=body, form=plan.form
         )
         return await answer(server, request, responder, plan)
-
-
-class InputDetails(BaseModel):
-    cached_tokens: int
-
-
-class OutputDetails(BaseModel):
-    reasoning_tokens: int
-
-
-class ResponseUsage(BaseModel):
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
-class ContentPart(BaseModel):
-    type: Literal["output_text", "reasoning_text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-
-class OutputItem(BaseModel):
-    """A message, reasoning or a call."""
-
-    id: str
-    type: Literal["message", "reasoning", "function_call"]
-    status: str
-    role: str | None = None
-    content: list[ContentPart] | None = None
-    summary: list[Any] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-
-
-class ResponseBody(BaseModel):
-    id: str
-    object: str
-    created_at: int
-    completed_at: int | None
-    status: str
-    error: None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, Any]
-    model: str
-    output: list[OutputItem]
-    parallel_tool_calls: bool
-    previous_response_id: None
-    reasoning: dict[str, Any]
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_p: float
-    truncation: str
-    usage: ResponseUsage
-    metrics: RequestMetrics | None = None
 
 
 @dataclass

@@ -11,11 +11,12 @@ import httpx
 import openai
 import pytest
 import torch
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.http.schema import ChatBody, CompletionBody
 from tests.waiting import wait_until
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -281,7 +282,7 @@ def test_prompt_logprobs_in_vllms_layout(server: Any, target: Target) -> None:
     chat = {"messages": CHAT, **GREEDY, "max_tokens": 1, "prompt_logprobs": 0}
     told = server.told("/v1/chat/completions", **chat)
     assert len(told["prompt_logprobs"]) == told["usage"]["prompt_tokens"]
-    ChatBody.model_validate(told, strict=True)
+    ChatCompletion.model_validate(told, strict=True)
 
 
 def test_a_prompt_is_cut_to_its_last_tokens(server: Any, target: Target) -> None:
@@ -476,7 +477,7 @@ def test_the_schema_documents_what_comes(server: Any, client: openai.OpenAI) -> 
     report = {"report": True}
     for more in ({"logprobs": 2, "n": 2, "return_token_ids": True}, {}):
         body = server.complete(PROMPT, **GREEDY, speculation=report, **more).json()
-        CompletionBody.model_validate(body, strict=True)
+        Completion.model_validate(body, strict=True)
     more = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
     chat = server.told("/v1/chat/completions", messages=CHAT, **GREEDY, **more)
-    ChatBody.model_validate(chat, strict=True)
+    ChatCompletion.model_validate(chat, strict=True)

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 from pydantic import BaseModel
 
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.serve.config import EngineConfig
-from draftsmith.serve.http.responses_api import ResponseBody
-from draftsmith.serve.http.schema import ChatBody
 
 CHAT: Any = [{"role": "user", "content": "How warm?"}]
 WEATHER: Any = {
@@ -135,7 +135,7 @@ def test_a_call_that_the_model_makes_itself(
     scripted(f"<think>\nso\n</think>\n\n{CALLED}")
     body = {**OPTIONS, "tools": tools, "ignore_eos": True, "max_tokens": 3, "stop": ["x"]}
     told = server.told("/v1/chat/completions", **body)
-    ChatBody.model_validate(told, strict=True)
+    ChatCompletion.model_validate(told, strict=True)
     message = told["choices"][0]["message"]
     assert told["choices"][0]["finish_reason"] == ("tool_calls" if tools else "stop")
     assert message["reasoning_content"] == "so"
@@ -236,8 +236,9 @@ def test_a_text_is_the_chat_endpoints(server: Any, client: openai.OpenAI) -> Non
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.usage.input_tokens == told["usage"]["prompt_tokens"]
     assert response.usage.output_tokens == 12 and response.id.startswith("resp_")
-    whole = server.http.post("/v1/responses", json={"input": "x", "max_output_tokens": 2})
-    ResponseBody.model_validate(whole.json(), strict=True)
+    whole = server.http.post("/v1/responses", json={"input": "x", "max_output_tokens": 2}).json()
+    whole["usage"]["input_tokens_details"]["cache_write_tokens"] = 0  # of OpenAI's alone
+    Response.model_validate(whole, strict=True)
 
 
 def test_a_stream_is_the_response_in_events(client: openai.OpenAI, scripted: Callable) -> None:
