@@ -260,30 +260,14 @@ class AcceptanceCounts:
     def tau(self) -> float | None:
         return self.num_committed / self.rounds if self.rounds else None
 
-    @property
-    def tau_interval(self) -> Interval | None:
-        """Normal interval of the mean over rounds; None below two rounds. Rounds of one text
-        depend: see `bootstrap_ratio`."""
-        if self.rounds < 2:
-            return None
-        mean = self.num_committed / self.rounds
-        variance = sum(count * (size - mean) ** 2 for size, count in self.committed.items()) / (
-            self.rounds - 1
-        )
-        half = Z_95 * math.sqrt(variance / self.rounds)
-        return Interval(mean - half, mean + half)
-
     def to_dict(self) -> dict[str, Any]:
-        interval = self.tau_interval
         return {
             "rounds": self.rounds,
             "committed": self.num_committed,
             "offered": list(self.offered),
             "accepted": list(self.accepted),
             "alpha": self.alpha,
-            "alpha_95": [list(bounds) for bounds in self.alpha_intervals],
             "tau": self.tau,
-            "tau_95": None if interval is None else list(interval),
         }
 
 

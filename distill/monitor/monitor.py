@@ -58,19 +58,11 @@ class EvidenceStream:
         default_factory=lambda: {one: EvidenceCounts() for one in EVENTS}
     )
     bets: dict[str, Bets] = field(default_factory=lambda: {one: Bets() for one in EVENTS})
-    # by event, then by depth from 0
-    depths: dict[str, dict[int, EvidenceCounts]] = field(
-        default_factory=lambda: {one: {} for one in EVENTS}
-    )
 
-    def add(self, event: MonitorEvent, positions: Positions, chosen: np.ndarray) -> None:
+    def add(self, event: MonitorEvent, chosen: np.ndarray) -> None:
         kept = chosen[event.at]
         self.counts[event.name].add(event, kept)
         self.bets[event.name].add(event, kept)
-        by_depth = self.depths[event.name]
-        depths = positions.depth[event.at]
-        for depth in np.unique(depths[kept]).tolist():
-            by_depth.setdefault(depth, EvidenceCounts()).add(event, kept & (depths == depth))
 
     @property
     def log_evidence(self) -> float:
@@ -155,7 +147,7 @@ class Monitor:
         wrong = greedy_violations(positions) | impossible(positions)
         stream.violations += int((wrong & chosen).sum())
         for event in events:
-            stream.add(event, positions, chosen)
+            stream.add(event, chosen)
 
     def _count_rounds(self, records: Sequence[RoundRecord]) -> None:
         for one in records:

@@ -94,7 +94,7 @@ def expected(
     counts = count_documents(
         pair.drafter, pair.target, sequences, DraftRule(temperature, k, sampling), batch_size=50
     )
-    rounds = {count.name: count.rounds_by_k[-1] for count in counts}
+    rounds = {count.name: count.whole.rounds for count in counts}
     return torch.tensor([rounds[sequence.name] for sequence in sequences], dtype=torch.float64)
 
 

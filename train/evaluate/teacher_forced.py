@@ -24,7 +24,6 @@ from draftsmith.kernels.acceptance import (
     bootstrap_ratio,
     bounds_of,
     bucket_of,
-    expected_rounds,
     keep_probability,
     walk_rounds,
 )
@@ -121,7 +120,6 @@ class Evaluation:
     rounds: float
     tau: Estimate
     alpha: list[Estimate | None]  # None where no round reaches that position
-    tau_by_k: list[float]  # tau when only 1, 2, ... k tokens are drafted
     # share of tokens to which the target's distribution here gives no mass: 0 but for numerical
     # ties, else foreign text
     unlikely: float
@@ -157,7 +155,6 @@ class DocumentCounts(NamedTuple):
     name: str
     tokens: int
     unlikely: int
-    rounds_by_k: list[float]
     by_context: ByContext
 
     @property
@@ -265,10 +262,6 @@ def _document(name: str, kept: KeptText, row: int, loss_mask: torch.Tensor) -> D
         name=name,
         tokens=sum(len(text) for text in texts),
         unlikely=int(kept.unlikely[row].sum()),
-        rounds_by_k=[
-            sum(expected_rounds(text[:, :depth]) for text in texts)
-            for depth in range(1, kept.keep.shape[-1] + 1)
-        ],
         by_context=functools.reduce(merge_contexts, contexts, {}),
     )
 
@@ -284,7 +277,6 @@ def merge_documents(counts: Sequence[DocumentCounts]) -> list[DocumentCounts]:
                 count.name,
                 old.tokens + count.tokens,
                 old.unlikely + count.unlikely,
-                [a + b for a, b in zip(old.rounds_by_k, count.rounds_by_k, strict=True)],
                 merge_contexts(old.by_context, count.by_context),
             )
         merged[count.name] = count
@@ -336,17 +328,16 @@ def summarise_contexts(documents: Sequence[ByContext], seed: int) -> list[Contex
 
 def summarise(counts: Sequence[DocumentCounts], rule: DraftRule, *, seed: int = 0) -> Evaluation:
     tokens = sum(count.tokens for count in counts)
-    rounds = [sum(count.rounds_by_k[depth] for count in counts) for depth in range(rule.k)]
-    whole = acceptance([count.whole for count in counts], seed)
+    documents = [count.whole for count in counts]
+    whole = acceptance(documents, seed)
     return Evaluation(
         temperature=rule.temperature,
         k=rule.k,
         documents=len(counts),
         tokens=tokens,
-        rounds=rounds[-1],
+        rounds=sum(one.rounds for one in documents),
         tau=whole.tau,
         alpha=whole.alpha,
-        tau_by_k=[tokens / value for value in rounds],
         unlikely=sum(count.unlikely for count in counts) / tokens,
         by_context=summarise_contexts([count.by_context for count in counts], seed),
         draft_sampling=rule.sampling,

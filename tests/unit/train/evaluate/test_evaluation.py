@@ -97,7 +97,7 @@ def test_the_target_itself_is_accepted_always(target):
     answer = target.answer([PROMPT], max_new_tokens=12, temperature=1.0, ignore_eos=True)[0]
     evaluation = evaluated(Oracle(), target, answer, 1.0, 3)
     assert evaluation.rounds == pytest.approx(3.0, abs=1e-4)
-    assert evaluation.tau_by_k == pytest.approx([2.0, 3.0, 4.0], abs=1e-3)
+    assert evaluation.tau.value == pytest.approx(4.0, abs=1e-3)
     assert [round(estimate.value, 4) for estimate in evaluation.alpha] == [1.0, 1.0, 1.0]
 
 
@@ -114,13 +114,11 @@ def test_a_draft_vocabulary_is_spread_over_the_targets(target, table_drafter):
 def test_documents_are_resampled_whole():
     def count(name: str, tokens: int, rounds: float) -> DocumentCounts:
         whole = Counts(rounds, tokens, [rounds], [rounds / 2])
-        return DocumentCounts(name, tokens, 0, [rounds], {0: whole})
+        return DocumentCounts(name, tokens, 0, {0: whole})
 
     merged = merge_documents([count("a", 10, 5.0), count("b", 10, 10.0), count("a", 20, 5.0)])
-    assert [(entry.name, entry.tokens, entry.rounds_by_k) for entry in merged] == [
-        ("a", 30, [10.0]),
-        ("b", 10, [10.0]),
-    ]
+    found = [(entry.name, entry.tokens, entry.whole.rounds) for entry in merged]
+    assert found == [("a", 30, 10.0), ("b", 10, 10.0)]
     summary = summarise(merged, DraftRule(1.0, 1))
     assert summary.tau.value == 2.0
     # Two documents: a resample is one, the other, or both.

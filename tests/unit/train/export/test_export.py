@@ -177,7 +177,7 @@ def evaluation(temperature: float, tau: float) -> dict[str, Any]:
     return {
         "temperature": temperature, "k": 3, "documents": 5, "tokens": 1234, "rounds": 500.0,
         "tau": estimate(tau),
-        "alpha": [estimate(0.71), estimate(0.62), None], "tau_by_k": [1.7, 2.1, 2.2],
+        "alpha": [estimate(0.71), estimate(0.62), None],
         "unlikely": 0.0, "method": (
             "by a test"
         ),
