@@ -1,6 +1,6 @@
-"""Goodness-of-fit tests with stated false-alarm rates, and what they would have seen (their power);
-then evidence against known distributions, exact at any number of samples and whatever they depend
-on among themselves.
+"""A test that two samples have one distribution, and what it would have seen (its power); then
+evidence against known distributions, exact at any number of samples and whatever they depend on
+among themselves.
 
 For evidence each draw has a distribution of its own, known before it is made. A bettor puts another
 distribution p' beside p for the next draws, learned from earlier ones; the product of p'(x) / p(x)
@@ -30,19 +30,6 @@ class Fit(NamedTuple):
     num_samples: int
 
 
-def g_test(counts: torch.Tensor, probs: torch.Tensor, *, min_expected: float = MIN_EXPECTED) -> Fit:
-    """Likelihood-ratio test of counts [C] against a distribution probs [C]. A count where the
-    distribution has no mass gives p-value 0."""
-    pooled_counts, expected = _pool(counts, probs, min_expected)
-    if pooled_counts is None:
-        return Fit(math.inf, 1, 0.0, int(counts.sum()))
-    seen = pooled_counts > 0
-    statistic = (
-        2 * (pooled_counts[seen] * (pooled_counts[seen] / expected[seen]).log()).sum().item()
-    )
-    return _fit(statistic, expected, counts)
-
-
 def homogeneity(
     first: torch.Tensor, second: torch.Tensor, *, min_expected: float = MIN_EXPECTED
 ) -> Fit:
@@ -56,11 +43,9 @@ def homogeneity(
     counts = counts[:, torch.argsort(totals)]
     # expectations in the smaller sample
     smaller = counts.sum(dim=0) * float(sizes.min() / sizes.sum())
-    num_pooled = _num_pooled(smaller, min_expected)
-    if num_pooled > 1:
-        counts = torch.cat(
-            [counts[:, :num_pooled].sum(dim=1, keepdim=True), counts[:, num_pooled:]], dim=1
-        )
+    pooled = num_pooled(smaller, min_expected)
+    if pooled > 1:
+        counts = torch.cat([counts[:, :pooled].sum(dim=1, keepdim=True), counts[:, pooled:]], dim=1)
     counts = counts[:, counts.sum(dim=0) > 0]
     expected = counts.sum(dim=0) * sizes / sizes.sum()
     statistic = float(((counts - expected) ** 2 / expected).sum())
@@ -91,39 +76,14 @@ def detectable_bias(
     return min(1.0, math.sqrt(noncentral / (4 * num_samples)))
 
 
-def _pool(
-    counts: torch.Tensor, probs: torch.Tensor, min_expected: float
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Counts and expectations with the rarest cells joined into one; None when a count lies where
-    the distribution has no mass."""
-    counts, probs = counts.flatten().double().cpu(), probs.flatten().double().cpu()
-    total = counts.sum()
-    probs = probs / probs.sum()
-    if bool(((counts > 0) & (probs == 0)).any()):
-        return None, probs
-    order = torch.argsort(probs)
-    counts, expected = counts[order], (probs * total)[order]
-    num_pooled = _num_pooled(expected, min_expected)
-    if num_pooled > 1:
-        counts = torch.cat([counts[:num_pooled].sum()[None], counts[num_pooled:]])
-        expected = torch.cat([expected[:num_pooled].sum()[None], expected[num_pooled:]])
-    possible = expected > 0
-    return counts[possible], expected[possible]
-
-
-def _num_pooled(expected: torch.Tensor, min_expected: float) -> int:
+def num_pooled(expected: torch.Tensor, min_expected: float) -> int:
     """Number of the rarest cells, expectations ascending, to be joined until the pool and every
     other cell are large enough."""
     reach = torch.cumsum(expected, 0)
-    num_pooled = int((expected < min_expected).sum())
-    while num_pooled and num_pooled < len(expected) and reach[num_pooled - 1] < min_expected:
-        num_pooled += 1
-    return num_pooled
-
-
-def _fit(statistic: float, expected: torch.Tensor, counts: torch.Tensor) -> Fit:
-    degrees = len(expected) - 1
-    return Fit(statistic, degrees, chi_square_survival(statistic, degrees), int(counts.sum()))
+    count = int((expected < min_expected).sum())
+    while count and count < len(expected) and reach[count - 1] < min_expected:
+        count += 1
+    return count
 
 
 # counts that p' sets against what it has seen: the larger, the slower it learns

@@ -22,10 +22,11 @@ from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.drafters.text.text_first import TextFirst
 from draftsmith.drafters.tree_shape import GrownShape, TreeShape
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.statistics import Fit, g_test
+from draftsmith.kernels.statistics import Fit
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
 from tests.adjusting import adjusted
+from tests.goodness import g_test
 from tests.stand_in_drafts import unlike
 
 TRAINED = [name for name in OPTIONS if name in FAMILIES]

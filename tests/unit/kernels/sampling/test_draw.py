@@ -14,7 +14,7 @@ from draftsmith.kernels.sampling import draw as module
 from draftsmith.kernels.sampling.draw import draw, draw_compiled, draw_kernel
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.random_streams import Purpose
-from draftsmith.kernels.statistics import g_test
+from tests.goodness import g_test
 from tests.sampled_rows import logits_of, options, rows_of, streams
 
 draw_torch = partial(draw, impl="torch")

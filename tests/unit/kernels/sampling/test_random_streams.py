@@ -21,7 +21,8 @@ from draftsmith.kernels.sampling.random_streams import (
     token_noise,
     uniform,
 )
-from draftsmith.kernels.statistics import Fit, g_test
+from draftsmith.kernels.statistics import Fit
+from tests.goodness import g_test
 
 COUNT = 20_000
 FALSE_ALARM = 1e-6  # of each test below; their seeds are fixed, so that they pass or fail for good

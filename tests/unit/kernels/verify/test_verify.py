@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
-from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.residual import log_distribution
 from draftsmith.kernels.verify.tree import verify_tree
 from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, Verdict
 from tests.draft_trees import sibling_distribution, verify_as_tree
+from tests.goodness import g_test
 
 Verify = Callable[..., Verdict]
 

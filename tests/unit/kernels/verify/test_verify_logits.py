@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, round_seeds, sample, uniform
-from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify import chain_triton, rows_triton
 from draftsmith.kernels.verify.chain import _kernel, verify_logits, verify_logits_compiled
 from draftsmith.kernels.verify.chain_triton import verify_logits_triton
 from draftsmith.kernels.verify.verdict import Drafts
+from tests.goodness import g_test
 
 compiler = pytest.mark.skipif(_kernel() is None, reason="there is no C++ compiler")
 BACKENDS = {"cpu": verify_logits_compiled, "triton": verify_logits_triton}

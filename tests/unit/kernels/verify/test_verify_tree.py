@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
-from draftsmith.kernels.statistics import g_test
 from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy
 from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, ancestors, depths, paths
 from tests.draft_trees import slot_prefixes
+from tests.goodness import g_test
 
 Verify = Callable[..., TreeVerdict]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # hypothesis takes no fixture
