@@ -22,8 +22,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftsmith.record import (
+    NOTHING,
     SCHEMA_VERSION,
-    Distribution,
     Distributions,
     ProbArrays,
     RecordedTaps,
@@ -123,10 +123,10 @@ def to_table(records: Sequence[RoundRecord]) -> pa.Table:
     return pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def _prob_arrays(distribution: str, rows: Sequence[Sequence[Distribution]]) -> dict[str, pa.Array]:
+def _prob_arrays(distribution: str, rows: Sequence[Distributions]) -> dict[str, pa.Array]:
     """Arrays of distributions, built from flat arrays of many rows at once: Arrow takes nested
     Python lists several times slower, and the engine's thread waits while Python works here."""
-    parts = Distributions.runs(Distributions.of(row) for row in rows if row)
+    parts = Distributions.runs(row for row in rows if row)
     ids = _joined([part.ids.ravel() for part in parts], np.int32)
     logprobs = _joined([part.logprobs.ravel() for part in parts], np.float32)
     kept = np.isfinite(logprobs)
@@ -237,12 +237,12 @@ def _offsets(lists: pa.ListArray) -> np.ndarray:
 def without_distributions(record: RoundRecord) -> RoundRecord:
     """Copy for the reservoir: training recomputes the target's distributions and states, and only
     the gate needs the logged ones."""
-    return dataclasses.replace(record, p=[], q=[], taps=None)
+    return dataclasses.replace(record, p=NOTHING, q=NOTHING, taps=None)
 
 
 def without_q(record: RoundRecord) -> RoundRecord:
     """Copy for the reservoir where training reads what is logged of the target."""
-    return dataclasses.replace(record, p=Distributions.of(record.p).copied(), q=[])
+    return dataclasses.replace(record, p=record.p.copied(), q=NOTHING)
 
 
 def of_earlier_weights(record: RoundRecord, *, weight_version: str) -> RoundRecord:
@@ -266,12 +266,5 @@ def is_of_weights(record: RoundRecord, *, revision: str, weight_version: str) ->
 def tokens_only(record: RoundRecord) -> RoundRecord:
     """Copy without values in its distributions, and without states. Its positions may be scored all
     the same, with this target's own distributions."""
-    nothing = np.zeros((len(record.p), 0))
-    unlogged = ProbArrays(
-        nothing.astype(np.int32),
-        nothing.astype(np.float32),
-        np.ones(len(nothing), dtype=np.float32),
-        np.zeros(len(nothing), dtype=np.float32),
-    )
-    p = Distributions(unlogged, 0, len(nothing))
-    return dataclasses.replace(record, p=p, q=[], taps=None)
+    p = Distributions.unlogged(len(record.p))
+    return dataclasses.replace(record, p=p, q=NOTHING, taps=None)

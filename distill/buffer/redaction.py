@@ -19,7 +19,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.errors import UserError
-from draftsmith.record import RoundRecord
+from draftsmith.record import NOTHING, RoundRecord
 from draftsmith.text_stream import TextStream, Tokenizer
 
 logger = logging.getLogger("draftsmith.buffer")
@@ -124,8 +124,8 @@ class Redactor:
             accepted=kept,
             committed=committed,
             emitted=committed[-1] if committed else -1,
-            p=[],
-            q=[],
+            p=NOTHING,
+            q=NOTHING,
             taps=None,
         )
 

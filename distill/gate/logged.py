@@ -16,7 +16,7 @@ from draftsmith.distill.buffer.traffic import ServedText
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch, UnrolledStep, head_of
 from draftsmith.kernels.sampling.filters import SamplingRows
 from draftsmith.kernels.sampling.top_tokens import TopProbs, top_overlap
-from draftsmith.record import Distributions, ProbArrays, RoundRecord, sampler_of
+from draftsmith.record import ProbArrays, RoundRecord, sampler_of
 
 
 class LoggedPosition(NamedTuple):
@@ -28,7 +28,7 @@ class LoggedPosition(NamedTuple):
     @property
     def is_known(self) -> bool:
         """True where the logged p bounds alpha."""
-        return bool(self.record.p[self.depth].ids)
+        return self.record.p[self.depth :].is_logged
 
 
 def sampling_rows(
@@ -54,7 +54,7 @@ def logged_arrays(logged: Sequence[LoggedPosition]) -> ProbArrays:
     # Neighbours of one record are taken at once.
     for _, some in itertools.groupby(logged, key=lambda one: id(one.record)):
         group = list(some)
-        arrays = Distributions.of(group[0].record.p).arrays
+        arrays = group[0].record.p.arrays
         parts.append(arrays.chosen([one.depth for one in group]))
     return ProbArrays.joined(parts)
 

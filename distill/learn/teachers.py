@@ -26,7 +26,7 @@ from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
 from draftsmith.kernels.sampling.top_tokens import TopProbs
-from draftsmith.record import Distributions, ProbArrays, RoundRecord
+from draftsmith.record import ProbArrays, RoundRecord
 from draftsmith.train.data.batches import (
     TrainedText,
     packed,
@@ -190,7 +190,7 @@ class RecordedDistributions:
 
 def recorded_of(spans: Sequence[DraftedSpan], vocab_size: int) -> RecordedDistributions:
     """Distributions with a token that is none of the vocabulary count as not known."""
-    parts = [Distributions.of(one.record.p)[one.begin : one.end].arrays for one in spans]
+    parts = [one.record.p[one.begin : one.end].arrays for one in spans]
     made = ProbArrays.joined(parts, least=1)
     # A token that is not there must not be taken for token 0.
     ids = np.where(np.isfinite(made.logprobs), made.ids, NO_TOKEN).astype(np.int64)

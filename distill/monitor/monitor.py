@@ -31,7 +31,7 @@ from draftsmith.distill.monitor.events import (
 )
 from draftsmith.distill.monitor.positions import Positions, positions_of
 from draftsmith.errors import UserError
-from draftsmith.record import Distributions, RoundRecord
+from draftsmith.record import RoundRecord
 
 # Rules whose output has the target's distribution; others are left out and counted by name.
 LOSSLESS_RULES = ("chain", "block", "tree")
@@ -155,7 +155,7 @@ class Monitor:
                 continue
             if one.rule not in LOSSLESS_RULES:
                 self.left_out[f"rounds of rule {one.rule or 'unknown'}"] += 1
-            elif not Distributions.of(one.p).is_logged:
+            elif not one.p.is_logged:
                 self.left_out["rounds without distributions"] += 1
 
     def _count_positions(self, positions: Positions, rules: np.ndarray) -> None:

@@ -64,7 +64,7 @@ def positions_of(records: Sequence[RoundRecord]) -> Positions | None:
     depth = np.concatenate([np.arange(count) for count in counts])
     chosen = depth < np.repeat(reached, counts)
     p, q = (
-        ProbArrays.joined(Distributions.runs(map(Distributions.of, rows))).chosen(chosen)
+        ProbArrays.joined(Distributions.runs(rows)).chosen(chosen)
         for rows in ([one.p for _, one in kept], [one.q for _, one in kept])
     )
     depth = depth[chosen]
@@ -98,7 +98,7 @@ def _is_logged(record: RoundRecord) -> bool:
     drafts = len(record.drafted)
     if drafts == 0 or not len(record.p) == drafts == len(record.q):
         return False
-    return Distributions.of(record.p).is_logged and Distributions.of(record.q).is_logged
+    return record.p.is_logged and record.q.is_logged
 
 
 def _found(tokens: np.ndarray, logged: ProbArrays, probs: np.ndarray) -> np.ndarray:

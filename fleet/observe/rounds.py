@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.fleet.config import DefaultSampling
 from draftsmith.fleet.observe.endpoints import Body, Completions, ObservedAnswer
-from draftsmith.record import UNLOGGED, Distribution, RecordHead, RoundRecord, RoundRow
+from draftsmith.record import UNLOGGED, Distributions, RecordHead, RoundRecord, RoundRow
 
 # Fields that leave the distribution of the answer's tokens as temperature and filters make it.
 NEUTRAL = frozenset(
@@ -128,7 +128,7 @@ def records_of(
         if not adjusts:
             # Of a fully accepted draft the last token was not drafted.
             reached = min(step.committed, step.accepted + 1, max(1, step.drafted))
-            record.p = [Distribution([], [], 1.0)] * reached
+            record.p = Distributions.unlogged(reached)
         records.append(record)
     end = RoundRow(undrafted, len(records), len(text), text[recorded:], last=True)
     return [*records, end.record(time.time())]

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,28 +16,17 @@ SCHEMA_VERSION = 1
 UNLOGGED = -1  # in place of a token whose id is not known
 
 
-@dataclass(slots=True)
-class Distribution:
-    """One categorical distribution as its `config.TOP` likeliest tokens; never renormalised:
-    exp(logprobs).sum() + tail == 1."""
-
-    ids: list[int]
-    logprobs: list[float]
-    tail: float  # probability outside `ids`
-    # of p: log sum_v exp(logprob_v / temperature); 0.0 where the temperature is 0 or 1
-    log_norm: float = 0.0
-    # logprob of the token drafted there, which may lie outside `ids`; None where it is not logged
-    drafted: float | None = None
-
-
 class ProbArrays(NamedTuple):
-    """n distributions of up to k tokens each."""
+    """n categorical distributions as their `config.TOP` likeliest tokens, up to k each; never
+    renormalised: exp(logprobs).sum() + tail == 1."""
 
     ids: np.ndarray  # [n, k] int32
     logprobs: np.ndarray  # [n, k] float32; -inf where a distribution has no more tokens
-    tail: np.ndarray  # [n] float32
-    log_norms: np.ndarray  # [n] float32
-    # [n] float32 logprobs of the drafted tokens, NaN where not logged; None where none is
+    tail: np.ndarray  # [n] float32 probability outside `ids`
+    # [n] float32; of p: log sum_v exp(logprob_v / temperature); 0.0 where that is 0 or 1
+    log_norms: np.ndarray
+    # [n] float32 logprobs of the drafted tokens, which may lie outside `ids`; NaN where not logged;
+    # None where none is
     drafted: np.ndarray | None = None
 
     @classmethod
@@ -82,26 +71,17 @@ class ProbArrays(NamedTuple):
         return cls(ids, np.zeros(ids.shape, dtype=np.float32), none, none, none)
 
 
-class Distributions(Sequence[Distribution]):
+class Distributions:
     """Distributions of consecutive positions: a slice of arrays, perhaps of many records'."""
 
     def __init__(self, arrays: ProbArrays, begin: int, end: int):
         self._arrays, self._begin, self._end = arrays, begin, end
 
     @classmethod
-    def of(cls, distributions: Sequence[Distribution]) -> Distributions:
-        if isinstance(distributions, Distributions):
-            return distributions
-        count = len(distributions)
-        width = max((len(one.ids) for one in distributions), default=0)
-        ids = np.zeros((count, width), dtype=np.int32)
-        logprobs = np.full((count, width), -np.inf, dtype=np.float32)
-        rest = np.zeros((3, count), dtype=np.float32)
-        for row, one in enumerate(distributions):
-            ids[row, : len(one.ids)], logprobs[row, : len(one.ids)] = one.ids, one.logprobs
-            drafted = np.nan if one.drafted is None else one.drafted
-            rest[:, row] = one.tail, one.log_norm, drafted
-        return cls(ProbArrays(ids, logprobs, *rest), 0, count)
+    def unlogged(cls, count: int) -> Distributions:
+        """Without a token each."""
+        ids, ones = np.zeros((count, 0), dtype=np.int32), np.ones(count, dtype=np.float32)
+        return cls(ProbArrays(ids, ids.astype(np.float32), ones, 0 * ones), 0, count)
 
     @staticmethod
     def runs(rows: Iterable[Distributions]) -> list[ProbArrays]:
@@ -131,24 +111,12 @@ class Distributions(Sequence[Distribution]):
     def __len__(self) -> int:
         return self._end - self._begin
 
-    @overload
-    def __getitem__(self, index: int) -> Distribution: ...
-    @overload
-    def __getitem__(self, index: slice) -> Distributions: ...
-    def __getitem__(self, index: int | slice) -> Distribution | Distributions:
-        positions = range(self._begin, self._end)[index]
-        if isinstance(positions, range):
-            return Distributions(self._arrays, positions.start, positions.stop)
-        ids, logprobs, tail, log_norms, _ = self._arrays
-        drafted = float(self._arrays.drafted_or_nan[positions])
-        kept = int(np.isfinite(logprobs[positions]).sum())
-        return Distribution(
-            ids[positions, :kept].tolist(),
-            logprobs[positions, :kept].tolist(),
-            float(tail[positions]),
-            float(log_norms[positions]),
-            None if np.isnan(drafted) else drafted,
-        )
+    def __getitem__(self, part: slice) -> Distributions:
+        positions = range(self._begin, self._end)[part]
+        return Distributions(self._arrays, positions.start, positions.stop)
+
+
+NOTHING = Distributions.unlogged(0)
 
 
 class RecordedTaps(NamedTuple):
@@ -216,9 +184,9 @@ class RoundRecord(SharedFields):
     last: bool = False  # no record of its request follows
     # target distribution at temperature 1 without filters, per drafted position; of a server that
     # logs its text alone only up to the first rejected one
-    p: Sequence[Distribution] = field(default_factory=list)
+    p: Distributions = NOTHING
     # the distribution the draft token was sampled from; one-hot for deterministic drafts
-    q: Sequence[Distribution] = field(default_factory=list)
+    q: Distributions = NOTHING
     # the target's states of the text up to here that no record before holds; None where the server
     # records none, and behind the positions at which it does
     taps: RecordedTaps | None = None

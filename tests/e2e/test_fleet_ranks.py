@@ -18,6 +18,7 @@ from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.record import RoundRecord, hashed_answer
 from scripts.bench.fleet.answers import recorded
 from tests.e2e.test_fleet_swap import SHAPE, Engine, draft_lm, engine, models, with_nan
+from tests.round_records import each
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -90,5 +91,7 @@ def test_both_ranks_have_one_version_and_the_first_records(
         assert counted[0]["errors"] == 0
     assert {own[0].engine for own in records.values()} == {"e2e"}
     # Whole rows of the vocabulary, although each rank holds half of the head.
-    logged = [one for own in records.values() for one in own if len(one.p)]
-    assert logged and max(max(p.ids) for one in logged for p in one.p) >= SHAPE["vocab_size"] // 2
+    found = [one for own in records.values() for one in own if len(one.p)]
+    assert (
+        found and max(max(p.ids) for one in found for p in each(one.p)) >= SHAPE["vocab_size"] // 2
+    )

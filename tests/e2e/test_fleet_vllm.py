@@ -27,6 +27,7 @@ from scripts.bench.fleet.answers import recorded
 from scripts.bench.fleet.installed import variables as plugin_variables
 from tests.e2e.test_audit_vllm import model, vllm_server
 from tests.e2e.workshop import with_noise
+from tests.round_records import each
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -172,7 +173,7 @@ def check_p(model: Path, texts: Sequence[ServedText]) -> None:
             logprobs = torch.log_softmax(target(torch.tensor([text.tokens])).logits[0].float(), -1)
         for record in text.records:
             # Positions whose context is the text itself: up to the first rejected one.
-            for depth, logged in enumerate(record.p[: record.accepted + 1]):
+            for depth, logged in enumerate(each(record.p[: record.accepted + 1])):
                 at = record.position + depth - 1
                 if at >= len(text.tokens) - 1:
                     break

@@ -25,13 +25,14 @@ from draftsmith.distill.buffer.folder import unread_bytes
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import ShardFolder, is_unread, retain
 from draftsmith.distill.buffer.folder import forget
-from draftsmith.record import Distribution, RoundRecord, hashed
+from tests.round_records import Distribution, logged
+from draftsmith.record import RoundRecord, hashed
 
 URL = "s3://traffic/served"
 BASE = RoundRecord(
     "", target="t", target_revision="rev", draft_version="1", round=0, time_s=1.0, position=2,
     context=[5, 6], drafted=[7], accepted=1, committed=[7, 8], emitted=8, last=True,
-    p=[Distribution([7, 9], [-0.1, -3.0], 0.05)], q=[Distribution([7], [0.0], 0.0)],
+    p=logged(Distribution([7, 9], [-0.1, -3.0], 0.05)), q=logged(Distribution([7], [0.0], 0.0)),
 )
 
 def put(writer, answer, count):

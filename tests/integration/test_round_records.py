@@ -17,12 +17,13 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.kernels.acceptance import AcceptanceCounts
-from draftsmith.record import Distribution, RoundRecord
+from draftsmith.record import RoundRecord
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.requests.request import Request, RequestOptions
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.round_records import Distribution, each
 
 PROMPTS = [[5, 60, 7, 200, 9, 33], [9, 8, 7, 9, 8], [100, 4, 100, 4, 100, 4, 77]]
 
@@ -99,33 +100,30 @@ def test_p_is_the_targets_unprocessed_distribution_and_q_the_distribution_drafte
     rounds = iter(distributions)
     for record in records:
         text += record.context
+        assert len(record.p) == len(record.drafted) == len(record.q)
         if record.drafted:
             proposal = next(rounds)
             tokens = torch.tensor([text + record.drafted])
             _, hidden = target.states(tokens, torch.ones_like(tokens), ())
             logits = target.head(hidden[0, len(text) - 1 : -1]).double()
-            for depth in range(len(record.drafted)):
+            for depth, (own_p, own_q) in enumerate(zip(each(record.p), each(record.q))):
                 p = torch.softmax(logits[depth], -1)
-                told = dense(record.p[depth], target.vocab_size)
-                assert len(record.p[depth].ids) == 64
-                torch.testing.assert_close(
-                    told[record.p[depth].ids], p[record.p[depth].ids], atol=1e-5, rtol=1e-4
-                )
-                assert float(told.sum()) + record.p[depth].tail == pytest.approx(1, abs=1e-5)
+                told = dense(own_p, target.vocab_size)
+                assert len(own_p.ids) == 64
+                torch.testing.assert_close(told[own_p.ids], p[own_p.ids], atol=1e-5, rtol=1e-4)
+                assert float(told.sum()) + own_p.tail == pytest.approx(1, abs=1e-5)
                 if temperature not in (0.0, 1.0):
                     norm = torch.logsumexp(torch.log_softmax(logits[depth], -1) / temperature, -1)
-                    assert record.p[depth].log_norm == pytest.approx(float(norm), abs=1e-4)
+                    assert own_p.log_norm == pytest.approx(float(norm), abs=1e-4)
                 else:
-                    assert record.p[depth].log_norm == 0.0
+                    assert own_p.log_norm == 0.0
                 q = torch.nn.functional.one_hot(
                     proposal.tokens[0, depth], target.vocab_size
                 ).double()
                 if proposal.logits is not None:
                     q = torch.softmax(proposal.logits[0, depth].double(), -1)
-                torch.testing.assert_close(
-                    dense(record.q[depth], target.vocab_size), q, atol=1e-5, rtol=1e-4
-                )
-                assert all(math.isfinite(value) for value in record.q[depth].logprobs)
+                torch.testing.assert_close(dense(own_q, target.vocab_size), q, atol=1e-5, rtol=1e-4)
+                assert all(math.isfinite(value) for value in own_q.logprobs)
         text += record.committed
 
 
@@ -138,7 +136,7 @@ def test_accepted_counts_and_the_emitted_token_fit_the_text(
     for record in (record for record in records if record.drafted):
         whole = [*record.drafted[: record.accepted], record.emitted]
         assert record.committed == whole[: len(record.committed)]
-        told = [(one.ids, one.logprobs, one.tail) for one in record.q]
+        told = [(one.ids, one.logprobs, one.tail) for one in each(record.q)]
         assert told == [([t], [0.0], 0.0) for t in record.drafted]
         counts.add([len(record.drafted)], [record.accepted], [len(record.committed)])
     assert counts.offered == engine.stats.acceptance.offered

@@ -25,6 +25,7 @@ from tests.integration.served import (
     plain_greedy,
     prompts,
 )
+from tests.round_records import each
 
 TREES = ["dynamic:nodes=12,depth=4,width=3", "sampled:3x2x1"]
 MIXED = "+".join(TREES)
@@ -126,17 +127,18 @@ def test_records_tell_the_kept_path_and_the_first_rejected(
             ids = torch.tensor([text[: record.position] + record.drafted[:step]])
             _, hidden = target.states(ids, torch.ones_like(ids), ())
             distribution = torch.log_softmax(target.head(hidden[0, -1]).float(), -1)
-            told = dict(zip(record.p[step].ids, record.p[step].logprobs))
+            p, q_logged = each(record.p)[step], each(record.q)[step]
+            told = dict(zip(p.ids, p.logprobs))
             assert told[int(distribution.argmax())] == pytest.approx(
                 float(distribution.max()), abs=1e-3
             )
             if tree.startswith("dynamic"):
-                assert record.q[step].ids == [token] and record.q[step].logprobs == [0.0]
+                assert q_logged.ids == [token] and q_logged.logprobs == [0.0]
             else:
-                assert len(record.q[step].ids) == 64
+                assert len(q_logged.ids) == 64
                 q = proposal.logits[proposal.q_rows[row, node + 1]].log_softmax(-1)
-                own = q[record.q[step].ids].tolist()
-                assert record.q[step].logprobs == pytest.approx(own, abs=1e-4)
+                own = q[q_logged.ids].tolist()
+                assert q_logged.logprobs == pytest.approx(own, abs=1e-4)
                 children = (proposal.parents[row] == node) & (proposal.tokens[row] == token)
                 node = int(children.nonzero()[0])
 

@@ -17,9 +17,9 @@ from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
 from draftsmith.drafters.target.target import Target
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample
-from draftsmith.kernels.sampling.top_tokens import top_probs
 from draftsmith.kernels.verify.chain import verify_chain
-from draftsmith.record import Distribution, RoundRecord
+from draftsmith.record import RoundRecord
+from tests.round_records import of_logits
 
 
 class Bigram(torch.nn.Module):
@@ -102,23 +102,13 @@ def serve_one(
                 temperature=traffic.temperature, top_k=traffic.top_k,
                 top_p=1.0, min_p=0.0, position=position, context=tokens[recorded:], drafted=drafted,
                 accepted=accepted,
-                committed=committed, emitted=committed[-1], p=distributions(raw[: len(drafted)]),
-                q=distributions(torch.stack(q_rows)),
+                committed=committed, emitted=committed[-1], p=of_logits(raw[: len(drafted)]),
+                q=of_logits(torch.stack(q_rows)),
             )
         )  # fmt: skip
         tokens += committed
         recorded = len(tokens)
     return records
-
-
-def distributions(logits: torch.Tensor) -> list[Distribution]:
-    distribution = top_probs(logits)
-    return [
-        Distribution(*parts)
-        for parts in zip(
-            distribution.ids.tolist(), distribution.logprobs.tolist(), distribution.tail.tolist()
-        )
-    ]
 
 
 def make_prompts(

@@ -23,8 +23,8 @@ from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.buffer import BufferReader, BufferWriter
 from draftsmith.distill.buffer.folder import ShardFolder, parse, retain
 from draftsmith.errors import UserError
-from draftsmith.record import Distribution, RecordedTaps, RoundRecord
-from tests.round_records import file_of, round_record
+from draftsmith.record import NOTHING, RecordedTaps, RoundRecord
+from tests.round_records import Distribution, each, file_of, logged, round_record
 from tests.waiting import wait_until
 
 
@@ -44,8 +44,8 @@ def record(request: str = "r", number: int = 0, **changes: object) -> RoundRecor
         "drafted": [7, 8, 9],
         "accepted": 2,
         "committed": [7, 8, 4],
-        "p": [distribution(7), distribution(8), distribution(9)],
-        "q": [distribution(6), distribution(7, 2), distribution(8, 1)],
+        "p": logged(distribution(7), distribution(8), distribution(9)),
+        "q": logged(distribution(6), distribution(7, 2), distribution(8, 1)),
     }
     return round_record(**{**values, **changes})
 
@@ -180,8 +180,7 @@ def test_a_flipped_bit_of_a_page_costs_its_shard() -> None:
     pages = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
 
     def told(one: RoundRecord) -> list[object]:
-        logged = [(each.ids, each.logprobs, each.tail) for each in (*one.p, *one.q)]
-        return [dataclasses.replace(one, p=[], q=[]), *logged]
+        return [dataclasses.replace(one, p=NOTHING, q=NOTHING), *each(one.p), *each(one.q)]
 
     def num_changed(read: Callable[[bytes], list[RoundRecord]]) -> int:
         changed = 0

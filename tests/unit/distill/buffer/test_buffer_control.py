@@ -28,13 +28,14 @@ from draftsmith.distill.buffer.folder import (
 from draftsmith.distill.buffer.traffic import OpenRequests
 from draftsmith.distill.config import ForgetConfig
 from draftsmith.errors import UserError
-from draftsmith.record import Distribution, RoundRecord, hashed, hashed_answer
+from draftsmith.record import RoundRecord, hashed, hashed_answer
+from tests.round_records import Distribution, logged
 from tests.waiting import wait_until
 
 BASE = RoundRecord(
     hashed("cmpl-a-0"), round=0, target="t", target_revision="rev", draft_version="1",
     time_s=1.0, position=2, context=[5, 6], drafted=[7], accepted=1, committed=[7, 8],
-    emitted=8, p=[Distribution([7, 9], [-0.1, -3.0], 0.05)], q=[Distribution([7], [0.0], 0.0)],
+    emitted=8, p=logged(Distribution([7, 9], [-0.1, -3.0], 0.05)), q=logged(Distribution([7], [0.0], 0.0)),
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from draftsmith.distill.buffer.folder import ShardFolder
 from draftsmith.distill.buffer.process import ProcessWriter, WriterJob
 from draftsmith.kernels.sampling.logged import LoggedRound
 from draftsmith.record import (
+    NOTHING,
     RecordedRound,
     RecordedTaps,
     RecordHead,
@@ -30,6 +31,7 @@ from draftsmith.record import (
     SinkCounts,
 )
 from draftsmith.shared_ring import Ring
+from tests.round_records import each
 from tests.waiting import wait_until
 
 VOCAB = 300
@@ -144,12 +146,12 @@ def same_records(one: RoundRecord, same: RoundRecord) -> None:
     """To the bit."""
     assert [len(one.p), len(one.q)] == [len(same.p), len(same.q)]
     for part, twin in ((one.p, same.p), (one.q, same.q)):
-        assert list(part) == list(twin)
+        assert each(part) == each(twin)
     assert (one.taps is None) == (same.taps is None)
     if one.taps is not None and same.taps is not None:
         assert one.taps[:2] == same.taps[:2]
         np.testing.assert_array_equal(one.taps.values, same.taps.values)
-    bare = [dataclasses.replace(each, p=[], q=[], taps=None) for each in (one, same)]
+    bare = [dataclasses.replace(record, p=NOTHING, q=NOTHING, taps=None) for record in (one, same)]
     assert bare[0] == bare[1]
 
 
@@ -166,7 +168,7 @@ def test_a_full_ring_takes_reduced_rows_then_none_and_waits_for_nothing(
     assert small.share == 0.0 and small.counts == SinkCounts(dropped=10)
     write(small)
     records = read(tmp_path / "buffer")
-    assert [len(one.p[0].ids) for one in records] == [64, 64]
+    assert [len(each(one.p)[0].ids) for one in records] == [64, 64]
     assert small.share == 1.0 and small.counts == SinkCounts(written=2, dropped=10)
 
 
@@ -187,7 +189,7 @@ def test_tokens_alone_and_masked_texts(
     bare = sink()
     put(bare, [round_of(1)])
     write(bare, distributions=False)
-    assert [p.ids for p in read(tmp_path / "buffer")[0].p] == [[], [], []]
+    assert [p.ids for p in each(read(tmp_path / "buffer")[0].p)] == [[], [], []]
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "hooks_of_process.py").write_text("def all(text): return [(0, len(text))]\n")
     masked = sink()

@@ -14,16 +14,8 @@ from hypothesis import strategies as st
 
 from draftsmith.distill.buffer import record_table
 from draftsmith.distill.buffer.record_table import STEPS, from_table, to_table
-from draftsmith.kernels.sampling.top_tokens import top_probs
-from draftsmith.record import (
-    SCHEMA_VERSION,
-    Distribution,
-    Distributions,
-    ProbArrays,
-    RecordedTaps,
-    RoundRecord,
-)
-from tests.round_records import file_of
+from draftsmith.record import SCHEMA_VERSION, RecordedTaps, RoundRecord
+from tests.round_records import Distribution, each, file_of, logged, of_logits
 
 BASE = RoundRecord(
     "r", round=0, request_class="code", target="t", target_revision="rev", draft_version="v1",
@@ -46,7 +38,7 @@ def even(width: int, log_norm: float = 0.0) -> Distribution:
             None if width == 2 else -float(width),
         )
         if width
-        else Distribution([], [], 1.0)
+        else Distribution()
     )
 
 
@@ -59,7 +51,7 @@ def assert_same(left: RoundRecord, right: RoundRecord) -> None:
             )
             continue
         assert len(told) == len(found)
-        for a, b in zip(told, found):
+        for a, b in zip(each(told), each(found)):
             assert a.ids == b.ids and (a.tail, a.log_norm) == pytest.approx(
                 (b.tail, b.log_norm), rel=1e-6
             )
@@ -78,8 +70,8 @@ def test_ragged_records_come_back(shapes: list[tuple[int, int, int, float]]) -> 
     records = [
         record(
             request=str(index),
-            p=[even(width, share)] * depth,
-            q=[even(1)] * depth,
+            p=logged(*[even(width, share)] * depth),
+            q=logged(*[even(1)] * depth),
             context=list(range(length)),
             drafted=[3] * depth,
             share=share,
@@ -97,26 +89,15 @@ def test_ragged_records_come_back(shapes: list[tuple[int, int, int, float]]) -> 
     for left, right in zip(records, back, strict=True):
         assert_same(left, right)
     again = from_table(to_table(back))
-    assert [list(one.p) for one in again] == [list(one.p) for one in back], (
+    assert [each(one.p) for one in again] == [each(one.p) for one in back], (
         "stored twice, it changes no more"
     )
-
-
-def of_logits(logits: torch.Tensor) -> Distributions:
-    found = top_probs(logits)
-    arrays = ProbArrays(
-        found.ids.int().numpy(),
-        found.logprobs.numpy(),
-        found.tail.numpy(),
-        np.zeros(len(logits), np.float32),
-    )
-    return Distributions(arrays, 0, len(logits))
 
 
 def alphas(record: RoundRecord) -> np.ndarray:
     """sum_v min(p_v, q_v) over the stored tokens."""
     found = []
-    for p, q in zip(record.p, record.q, strict=True):
+    for p, q in zip(each(record.p), each(record.q), strict=True):
         other = dict(zip(q.ids, q.logprobs))
         found.append(
             sum(
@@ -148,16 +129,14 @@ def test_a_token_of_next_to_no_probability_stays_one() -> None:
         to_table(
             [
                 record(
-                    p=[Distribution([4, 5], [0.0, -900.0], 0.0)], q=[Distribution([4], [0.0], 0.0)]
+                    p=logged(Distribution([4, 5], [0.0, -900.0], 0.0)),
+                    q=logged(Distribution([4], [0.0], 0.0)),
                 )
             ]
         )
     )
-    assert (
-        back.p[0].ids == [4, 5]
-        and back.p[0].logprobs[0] == 0.0
-        and -64.0 <= back.p[0].logprobs[1] < -63.9
-    )
+    (p,) = each(back.p)
+    assert p.ids == [4, 5] and p.logprobs[0] == 0.0 and -64.0 <= p.logprobs[1] < -63.9
 
 
 def test_records_of_another_schema_are_refused() -> None:

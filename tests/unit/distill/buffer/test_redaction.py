@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from draftsmith.distill.buffer.redaction import Redactor, load_hook, masked_tokens
 from draftsmith.distill.buffer.traffic import Role, branched, stitch
 from draftsmith.errors import UserError
-from draftsmith.record import Distribution, RoundRecord
-from tests.round_records import round_record
+from draftsmith.record import RoundRecord
+from tests.round_records import Distribution, each, logged, round_record
 from tests.tokenizer_kinds import FALLBACKS
 
 MASK = 1
@@ -57,7 +57,7 @@ def make(
     committed: list,
     last: bool = False,
 ) -> RoundRecord:
-    distributions = [Distribution([token], [0.0], 0.0) for token in drafted]
+    distributions = logged(*(Distribution([token], [0.0], 0.0) for token in drafted))
     return round_record(
         request="a-0", round=number, position=position, context=context, drafted=drafted,
         accepted=accepted, committed=committed, p=distributions, q=distributions, last=last,
@@ -92,7 +92,7 @@ def test_no_secret_is_left_in_any_record_and_the_text_stays_whole(
             *record.context,
             *record.drafted,
             *record.committed,
-            *[distribution.ids[0] for distribution in (*record.p, *record.q)],
+            *[distribution.ids[0] for distribution in (*each(record.p), *each(record.q))],
         ]
         assert not any(chr(token).isdigit() for token in tokens)
     assert all(

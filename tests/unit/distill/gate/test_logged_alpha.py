@@ -12,9 +12,8 @@ import torch
 from draftsmith.distill.gate.logged import LoggedPosition, logged_alpha, logged_arrays, sampled_top
 from draftsmith.kernels.acceptance import overlap, probabilities
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.kernels.sampling.top_tokens import top_probs
-from draftsmith.record import Distribution, RoundRecord
-from tests.round_records import round_record
+from draftsmith.record import Distributions, RoundRecord
+from tests.round_records import each, logged, of_logits, round_record
 
 VOCAB = 300
 
@@ -22,7 +21,7 @@ VOCAB = 300
 def record(
     logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> RoundRecord:
-    distribution = top_probs(logits[None], 64)
+    (distribution,) = each(of_logits(logits[None], 64))
     norm = (
         0.0
         if temperature in (0.0, 1.0)
@@ -30,7 +29,7 @@ def record(
     )
     return round_record(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, drafted=[1],
-        committed=[1], p=[Distribution(distribution.ids[0].tolist(), distribution.logprobs[0].tolist(), float(distribution.tail), norm)],
+        committed=[1], p=logged(dataclasses.replace(distribution, log_norm=norm)),
     )  # fmt: skip
 
 
@@ -61,8 +60,8 @@ def both(sharpness: float, *sampling: float) -> tuple[torch.Tensor, torch.Tensor
     ],
 )
 def test_filtered_distributions_are_told_exactly(sampling: tuple[float, ...]) -> None:
-    whole, logged = both(3.0, *sampling)
-    for bound in logged.unbind(-1):
+    whole, bounds = both(3.0, *sampling)
+    for bound in bounds.unbind(-1):
         torch.testing.assert_close(bound, whole.float(), atol=1e-4, rtol=0)
 
 
@@ -71,18 +70,18 @@ def test_filtered_distributions_are_told_exactly(sampling: tuple[float, ...]) ->
 def test_distributions_that_are_not_cut_are_told_within_their_bounds(
     sharpness: float, sampling: tuple[float, ...]
 ) -> None:
-    whole, logged = both(sharpness, *sampling)
-    low, high = logged.unbind(-1)
+    whole, bounds = both(sharpness, *sampling)
+    low, high = bounds.unbind(-1)
     is_between = (low - 1e-4 <= whole.float()) & (whole.float() <= high + 1e-4)
     assert is_between.all()
 
 
 def test_what_is_logged_belongs_to_its_depth() -> None:
     first, second = (record(torch.arange(VOCAB) * step, 1.0, 0, 1.0, 0.0) for step in (1.0, -1.0))
-    both = dataclasses.replace(first, p=[*first.p, *second.p], drafted=[1, 1])
+    both = dataclasses.replace(first, p=logged(*each(first.p), *each(second.p)), drafted=[1, 1])
     known = logged_arrays([LoggedPosition(both, 1), LoggedPosition(first, 0)])
     assert known.ids[:, 0].tolist() == [0, VOCAB - 1]
-    tailed = dataclasses.replace(first, p=[Distribution([], [], 1.0)])
+    tailed = dataclasses.replace(first, p=Distributions.unlogged(1))
     apart = logged_arrays(
         [LoggedPosition(tailed, 0), LoggedPosition(both, 0), LoggedPosition(both, 1)]
     )

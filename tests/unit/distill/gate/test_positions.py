@@ -9,7 +9,7 @@ import torch
 from draftsmith.distill.buffer.traffic import stitch
 from draftsmith.distill.gate.logged import DraftedPositions, LoggedPosition, Position, positions_of
 from draftsmith.drafters.interface import UnrollBatch, UnrolledStep
-from draftsmith.record import Distribution
+from draftsmith.record import Distributions
 from tests.round_records import round_record
 
 ROWS, LENGTH, WIDTH, VOCAB = 2, 9, 4, 6
@@ -41,7 +41,7 @@ class Heads:
 def position(row: int, begin: int, depth: int) -> Position:
     record = round_record(
         position=begin, drafted=[1, 1], accepted=2, committed=[1, 1],
-        p=[Distribution([], [], 1.0)] * 2,
+        p=Distributions.unlogged(2),
     )  # fmt: skip
     return Position(row, LoggedPosition(record, depth))
 
@@ -71,7 +71,7 @@ def test_accepted_tokens_that_the_end_of_an_answer_trims_off_are_no_positions() 
     the second and third."""
     record = round_record(
         position=3, context=[1, 1, 1], drafted=[1, 1, 1], accepted=3, committed=[1],
-        p=[Distribution([], [], 1.0)] * 3,
+        p=Distributions.unlogged(3),
     )  # fmt: skip
     text = stitch([record])
     assert text is not None and len(text.tokens) == 4

@@ -24,8 +24,7 @@ from draftsmith.distill.gate.scoring import Scored, Scorer, score_drafters
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.distill.version_lifecycle import describe
 from draftsmith.kernels.sampling.filters import SamplingRows, process
-from draftsmith.record import Distribution
-from tests.round_records import round_record, served_text
+from tests.round_records import Distribution, logged, round_record, served_text
 from tests.table_target import TableTarget
 
 VOCAB, K, ROUNDS = 32, 3, 10
@@ -82,7 +81,7 @@ def serve(
     logits = world.drafts[draft].head.detach().T
     q = process(logits, rows_of(sampler, temperature, top_k)).softmax(-1).double().numpy()
     raw = world.target.logits.log_softmax(-1)
-    p_logged, q_logged = logged(raw.numpy()), logged(np.log(np.maximum(q, 1e-300)))
+    p_logged, q_logged = laws(raw.numpy()), laws(np.log(np.maximum(q, 1e-300)))
     texts = []
     for number in range(count):
         tokens, records = [int(drawn.integers(VOCAB))], []
@@ -109,8 +108,8 @@ def serve(
                     temperature=temperature, top_k=top_k,
                     position=len(tokens), context=tokens[:] if number_of_round == 0 else [],
                     drafted=proposal, accepted=accepted, committed=committed,
-                    p=[dataclasses.replace(p_logged[row], log_norm=0.0) for row in rows],
-                    q=[q_logged[row] for row in rows], rule="chain", sampler=sampler,
+                    p=logged(*(p_logged[row] for row in rows)),
+                    q=logged(*(q_logged[row] for row in rows)), rule="chain", sampler=sampler,
                 )
             )  # fmt: skip
             records[-1] = dataclasses.replace(records[-1], **changes)
@@ -119,7 +118,7 @@ def serve(
     return texts
 
 
-def logged(logprobs: np.ndarray) -> list[Distribution]:
+def laws(logprobs: np.ndarray) -> list[Distribution]:
     order = np.argsort(-logprobs, axis=1)
     return [
         Distribution([int(v) for v in ids if row[v] > -600], [float(row[v]) for v in ids if row[v] > -600], 0.0)

@@ -24,7 +24,7 @@ from draftsmith.distill.gate.regression import Earlier, watch
 from draftsmith.distill.gate.scoring import Scored, Scorer
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.drafters.target.target import Target
-from draftsmith.record import Distribution
+from draftsmith.record import Distributions
 from tests.round_records import round_record, served_text
 
 ROUNDS, K = 10, 3
@@ -33,7 +33,6 @@ LOOKS = 12  # a window of them
 # Of alpha, between requests, and of what two drafts differ by on one.
 DIFFICULTY, DISAGREEMENT = 0.15, 0.04
 SMALL = 0.02  # a loss that no parent is returned to for
-DISTRIBUTION = Distribution([], [], 1.0)
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class World:
                 round_record(
                     request=name, round=number, draft_version=str(version), position=position,
                     context=[] if number else [5], drafted=[9] * K, accepted=accepted,
-                    committed=[9] * accepted + [11], p=[DISTRIBUTION] * K,
+                    committed=[9] * accepted + [11], p=Distributions.unlogged(K),
                 )
             )  # fmt: skip
             position += accepted + 1

@@ -25,11 +25,10 @@ from draftsmith.distill.learn.text_states import TextStates
 from draftsmith.drafters.options import OPTIONS, DraftLmOptions
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.sampling.top_tokens import top_probs
-from draftsmith.record import Distribution, RecordedTaps
+from draftsmith.record import RecordedTaps
 from draftsmith.train.objective.outline import load_outline
 from tests.noise import noisy
-from tests.round_records import round_record
+from tests.round_records import of_logits, round_record
 
 LENGTHS = (17, 5, 2, 30, 9, 1, 12, 30, 8)
 FAMILIES_HERE = ("eagle3", "draft-lm", "dflash", "medusa")
@@ -61,13 +60,12 @@ def recorded(row: TrainedRow, target: Target, layers: tuple[int, ...]) -> Learni
     """The text as one round, whose record lacks the states of the last five positions."""
     ids = torch.tensor([row.tokens])
     taps, hidden = target.states(ids, torch.ones_like(ids), layers)
-    top = top_probs(target.head(hidden[0]), 16)
     known = max(1, len(row.tokens) - 5)
     bits = taps[0, :known].to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     record = round_record(
         context=row.tokens[:1], drafted=row.tokens[1:], accepted=len(row.tokens) - 1,
         committed=row.tokens[1:], emitted=0, taps=RecordedTaps(layers, 0, bits),
-        p=[Distribution(*(part[at].tolist() for part in top)) for at in range(len(row.tokens) - 1)],
+        p=of_logits(target.head(hidden[0]), 16)[:-1],
     )  # fmt: skip
     return LearningRow(row, [DraftedSpan(record, 0, len(record.committed))], [record])
 

@@ -13,8 +13,7 @@ from draftsmith.distill.buffer.record_table import is_of_weights, of_earlier_wei
 from draftsmith.distill.learn import text_states
 from draftsmith.distill.learn.text_states import TargetFolder
 from draftsmith.errors import UserError
-from draftsmith.record import Distribution
-from tests.round_records import round_record
+from tests.round_records import Distribution, logged, round_record
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def test_a_hub_id_never_changes() -> None:
 
 
 def test_records_of_earlier_weights_keep_their_tokens_alone() -> None:
-    p = [Distribution([7], [-0.1], 0.1)]
+    p = logged(Distribution([7], [-0.1], 0.1))
     record = round_record(drafted=[7], accepted=1, committed=[7, 8], p=p, q=p, weight_version="6")
     assert is_of_weights(record, revision="own", weight_version="")
     assert is_of_weights(record, revision="own", weight_version="6")
@@ -90,5 +89,5 @@ def test_records_of_earlier_weights_keep_their_tokens_alone() -> None:
     assert not is_of_weights(begun, revision="own", weight_version="")
     kept = of_earlier_weights(record, weight_version="7")
     assert (kept.context, kept.committed, kept.target_revision) == ([1], [7, 8], "@6")
-    assert len(kept.p) == 1 and not kept.p[0].ids and len(kept.q) == 0
+    assert len(kept.p) == 1 and not kept.p.is_logged and len(kept.q) == 0
     assert not is_of_weights(kept, revision="own", weight_version="7")

@@ -26,10 +26,9 @@ from draftsmith.drafters.options import Eagle3Options
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.errors import UserError
-from draftsmith.kernels.sampling.top_tokens import top_probs
-from draftsmith.record import Distribution, RecordedTaps, RoundRecord
+from draftsmith.record import NOTHING, RecordedTaps, RoundRecord
 from draftsmith.train.objective.outline import TargetOutline, load_outline
-from tests.round_records import round_record, served_text
+from tests.round_records import Distribution, each, logged, of_logits, round_record, served_text
 
 EVERYWHERE = ("accepted", "first-rejected", "bonus", "later-rejected")
 ONE_STEP = LearnUnroll(steps=1)
@@ -58,9 +57,7 @@ def with_whole(record: RoundRecord, text: list[int], target: Target) -> RoundRec
     """The record with all of its distributions' tokens."""
     tokens = torch.tensor([[*text[: record.position], *record.drafted]])
     logits = target.model(tokens).logits[0, record.position - 1 : -1]
-    top = top_probs(logits, 288)
-    rows = zip(top.ids.tolist(), top.logprobs.tolist(), top.tail.tolist(), strict=True)
-    return replace(record, p=[Distribution(*one) for one in rows])
+    return replace(record, p=of_logits(logits, 288))
 
 
 def gradient(learner: Learner, batch: LearningBatch) -> tuple[float, torch.Tensor]:
@@ -109,18 +106,18 @@ def weights_by_text(rows: list[LearningRow], batch: LearningBatch) -> list[np.nd
 
 
 def moved(record: RoundRecord) -> RoundRecord:
-    return replace(record, p=[*record.p[1:], record.p[0]])
+    return replace(record, p=logged(*each(record.p[1:]), *each(record.p[:1])))
 
 
 def distribution(width: int, *, likeliest: int = 0) -> Distribution:
-    top = top_probs(torch.linspace(3, 0, 288)[None].roll(likeliest, dims=1), width)
-    return Distribution(top.ids[0].tolist(), top.logprobs[0].tolist(), float(top.tail[0]))
+    (found,) = each(of_logits(torch.linspace(3, 0, 288)[None].roll(likeliest, dims=1), width))
+    return found
 
 
 def round_of(p: list[Distribution], *, accepted: int, committed: int, drafted: int) -> RoundRecord:
     return round_record(
         temperature=0.7, top_k=5, top_p=0.9, position=2, context=[5, 6],
-        drafted=[7] * drafted, accepted=accepted, committed=[7] * committed, emitted=7, p=p,
+        drafted=[7] * drafted, accepted=accepted, committed=[7] * committed, emitted=7, p=logged(*p),
     )  # fmt: skip
 
 
@@ -139,12 +136,12 @@ def test_positions_without_a_recorded_distribution_are_masked(outline: Target) -
     # Behind the first rejected token the text is another; the sampling of the request is no matter.
     assert weights(rejected, 3) == [0, 0, 1, 1, 1, 0, 0]
     # A penalty, a ban or a grammar: no distributions.
-    assert weights(replace(rejected, p=[]), 3) == [0] * 7
+    assert weights(replace(rejected, p=NOTHING), 3) == [0] * 7
     assert weights(tokens_only(rejected), 3) == [0] * 7
     # Some engines log nothing of single positions, or what is not this target's.
-    empty, foreign = Distribution([], [], 1.0), Distribution([9, 288], [-0.7, -0.7], 0.0)
-    assert weights(replace(rejected, p=[whole, empty, whole]), 3) == [0, 0, 1, 0, 1, 0, 0]
-    assert weights(replace(rejected, p=[foreign, whole]), 3) == [0, 0, 0, 1, 0, 0, 0]
+    empty, foreign = Distribution(), Distribution([9, 288], [-0.7, -0.7], 0.0)
+    assert weights(replace(rejected, p=logged(whole, empty, whole)), 3) == [0, 0, 1, 0, 1, 0, 0]
+    assert weights(replace(rejected, p=logged(foreign, whole)), 3) == [0, 0, 0, 1, 0, 0, 0]
     nothing = teacher.batch([LearningRow(TrainedRow([5, 6], np.zeros(2, np.float32)), [])])
     assert nothing.tokens == 0 and nothing.masked == 0
 

@@ -22,8 +22,8 @@ from draftsmith.distill.monitor.events import (
 )
 from draftsmith.distill.monitor.monitor import MOST_STREAMS, Monitor
 from draftsmith.distill.monitor.positions import Positions, positions_of
-from draftsmith.record import Distribution, RoundRecord
-from tests.round_records import round_record
+from draftsmith.record import RoundRecord
+from tests.round_records import Distribution, each, logged, round_record
 
 VOCAB = 300  # more than the 64 that are logged
 TOP = 64
@@ -52,7 +52,7 @@ def likeliest(data: bytes) -> tuple[list[int], list[float], float]:
     return kept, np.log(probs[kept]).tolist(), float(max(0.0, 1 - probs[kept].sum()))
 
 
-def logged(probs: np.ndarray, drafted: int, *, unrounded: bool = True) -> Distribution:
+def law_of(probs: np.ndarray, drafted: int, *, unrounded: bool = True) -> Distribution:
     is_known = unrounded and probs[drafted] > 0
     own = float(np.log(probs[drafted])) if is_known else None
     return Distribution(*likeliest(probs.tobytes()), drafted=own)
@@ -73,8 +73,8 @@ def round_of(
     emitted = draw(p if kept else rest / rest.sum())
     record = round_record(
         drafted=[x], accepted=int(kept), committed=[x, emitted] if kept else [emitted],
-        p=[logged(p, x, unrounded=unrounded)],
-        q=[logged(q, x, unrounded=unrounded)], rule="chain",
+        p=logged(law_of(p, x, unrounded=unrounded)),
+        q=logged(law_of(q, x, unrounded=unrounded)), rule="chain",
     )  # fmt: skip
     return replace(record, **changes)
 
@@ -289,7 +289,7 @@ def greedy(token: int, gap: float, **changes: Any) -> RoundRecord:
     base = round_of(*pairs()[0], np.random.default_rng(0))
     return replace(
         base, temperature=0.0, drafted=[3], accepted=int(token == 3), emitted=token,
-        committed=[token], p=[near], q=[Distribution([3], [0.0], 0.0)], **changes
+        committed=[token], p=logged(near), q=logged(Distribution([3], [0.0], 0.0)), **changes
     )  # fmt: skip
 
 
@@ -304,8 +304,8 @@ def test_a_greedy_token_that_is_not_the_argmax_is_a_violation_but_for_ties() -> 
 
 def test_a_token_that_filters_cut_is_a_violation() -> None:
     base = round_of(*pairs()[0], np.random.default_rng(0))
-    ids = base.p[0].ids
-    wrong = replace(base, top_k=3, accepted=0, drafted=[ids[0]], emitted=ids[5], q=[base.q[0]])
+    ids = each(base.p)[0].ids
+    wrong = replace(base, top_k=3, accepted=0, drafted=[ids[0]], emitted=ids[5], q=base.q[:1])
     assert Monitor(1e-9).look(stored([wrong]))
     assert not Monitor(1e-9).look(stored([replace(wrong, emitted=ids[2])]))
     # 70 tokens: whether the filter cuts among those that are not logged is not known.

@@ -20,7 +20,7 @@ from draftsmith.fleet.observe.rounds import (
     steps_of,
 )
 from draftsmith.record import UNLOGGED, RecordHead, RoundRecord, hashed
-from tests.round_records import file_of
+from tests.round_records import Distribution, each, file_of
 
 TOKENS = TokenCounter([1, 2, 3], [10, 11, 12, 13, 14, 15])
 HEAD = RecordHead(hashed("cmpl-a-0"), draft_version="4", sampler="greedy")
@@ -74,7 +74,7 @@ def test_records_hold_the_accepted_ids_and_no_others() -> None:
         [11, 12, UNLOGGED], [UNLOGGED] * 2, [15, UNLOGGED, UNLOGGED], [],
     ]  # fmt: skip
     assert [one.emitted for one in records] == [13, 14, UNLOGGED, UNLOGGED]
-    assert [one.q for one in records] == [[]] * 4 or not any(map(len, (one.q for one in records)))
+    assert [len(one.q) for one in records] == [0] * 4
     assert [len(one.p) for one in records] == [3, 1, 1, 0]
     assert [one.draft_version for one in records] == ["4", "4", "4", ""]
     assert records[-1].last and records[0].request == hashed("cmpl-a-0")
@@ -93,7 +93,7 @@ def test_unknown_rounds_are_single_tokens_to_learn_from_and_to_score() -> None:
 
 def test_p_has_no_values_and_no_place_where_more_than_four_numbers_made_it() -> None:
     (first, *_) = made([ObservedStep(1, 3, 2, 3)])
-    assert len(first.p) == 3 and first.p[0].ids == [] and first.p[0].tail == 1.0
+    assert len(first.p) == 3 and each(first.p)[0] == Distribution()
     (first, *_) = made([ObservedStep(1, 3, 2, 3)], adjusts=True)
     assert len(first.p) == 0
 

@@ -22,6 +22,7 @@ from draftsmith.fleet.vllm import plugin
 from draftsmith.fleet.vllm.plugin import expand
 from draftsmith.fleet.vllm.worker import Settings, WorkerState
 from draftsmith.shared_ring import Ring
+from tests.round_records import each
 from tests.unit.fleet.recording.stand_ins import (
     VOCAB,
     FirstSampler,
@@ -73,15 +74,15 @@ def test_records_are_the_texts_with_what_verification_had(lab: Lab, later: bool)
         ([8, 9, 10], 1, "1"), ([20, 21], 2, "2"), ([], 0, ""),
     ]  # fmt: skip
     rows = [0, 1, 2, 4, 5]
-    both = [*of_a[0].p, *records[record_name(B)][0].p]
+    both = [*each(of_a[0].p), *each(records[record_name(B)][0].p)]
     for row, logged, token in zip(rows, both, [8, 9, 10, 3, 4], strict=True):
         expected = torch.log_softmax(p[row], -1)
         assert logged.drafted == pytest.approx(float(expected[token]), abs=1e-5)
         assert logged.ids == expected.topk(VOCAB).indices.tolist()
-    both = [*of_a[0].q, *records[record_name(B)][0].q]
+    both = [*each(of_a[0].q), *each(records[record_name(B)][0].q)]
     for row, logged in enumerate(both):
         np.testing.assert_allclose(np.exp(logged.logprobs), q[row].sort(descending=True)[0], 2e-3)
-    assert [one.ids for one in of_a[1].q] == [[20], [21]]
+    assert [one.ids for one in each(of_a[1].q)] == [[20], [21]]
     assert lab.recorder.status()["tokens"] == 10 and lab.recorder.status()["errors"] == 0
 
 
@@ -99,7 +100,7 @@ def test_what_an_accelerator_reduces_is_what_the_writer_reduces(
         found.append(records[0])
     for copied, reduced in ((found[0].p, found[1].p), (found[0].q, found[1].q)):
         assert len(copied) == len(reduced) == 3
-        for left, right in zip(copied, reduced):
+        for left, right in zip(each(copied), each(reduced)):
             assert left.ids == right.ids and left.logprobs == right.logprobs
             assert left.log_norm == pytest.approx(right.log_norm, abs=1e-4)
             assert left.drafted == pytest.approx(right.drafted, abs=1e-4)
@@ -157,8 +158,8 @@ def test_the_second_runners_call_gives_the_same_positions(
     for depth, token in enumerate([20, 21]):
         p = torch.log_softmax(call[0][depth], -1)[token]
         q = torch.log_softmax(call[2][0, depth] / divisor, -1)[token]
-        assert records[0].p[depth].drafted == pytest.approx(float(p), abs=1e-5)
-        assert records[0].q[depth].drafted == pytest.approx(float(q), abs=1e-5)
+        assert each(records[0].p)[depth].drafted == pytest.approx(float(p), abs=1e-5)
+        assert each(records[0].q)[depth].drafted == pytest.approx(float(q), abs=1e-5)
 
 
 @pytest.mark.parametrize("reason", ["adaptive", "unknown"])

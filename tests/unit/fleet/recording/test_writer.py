@@ -36,6 +36,7 @@ from draftsmith.kernels.sampling import logged
 from draftsmith.record import RoundRecord, hashed_answer
 from draftsmith.shared_ring import Ring, send
 from tests import forked
+from tests.round_records import each
 from tests.waiting import wait_until
 
 META = RequestMeta("cmpl-a-0-0123abcd", "code", 1.0, 1.0, 0, 1.0, 0.0, False, False, 100, [2])
@@ -152,7 +153,7 @@ def test_records_of_a_request_are_its_text_with_p_and_q(written: Callable[..., A
     assert (first.weight_version, first.target_revision) == ("w1", "r")
     for record, raw in zip(records, logits):
         logprobs = torch.log_softmax(raw, -1)
-        for position, (p, q) in enumerate(zip(record.p, record.q, strict=True)):
+        for position, (p, q) in enumerate(zip(each(record.p), each(record.q), strict=True)):
             expected, ids = logprobs[position].topk(64)
             assert p.ids == ids.tolist() and len(p.ids) == 64
             np.testing.assert_allclose(p.logprobs, expected.numpy(), atol=6e-4)
@@ -195,11 +196,12 @@ def test_a_temperature_has_its_norm_and_drawn_drafts_their_q(written: Callable[.
     (records,) = written(act, sampler="probabilistic").values()
     first = records[0]
     logprobs = torch.log_softmax(p.bfloat16().float(), -1)
+    p_logged, q_logged = each(first.p), each(first.q)
     for n, token in enumerate([4, 5]):
         norm = torch.logsumexp(logprobs[n] / 0.5, -1)
-        assert first.p[n].log_norm == pytest.approx(float(norm), abs=1e-4)
-        assert first.q[n].drafted == pytest.approx(float(q[n, token].log()), abs=1e-4)
-        assert sorted(first.q[n].ids) == sorted(q[n].topk(64).indices.tolist())
+        assert p_logged[n].log_norm == pytest.approx(float(norm), abs=1e-4)
+        assert q_logged[n].drafted == pytest.approx(float(q[n, token].log()), abs=1e-4)
+        assert sorted(q_logged[n].ids) == sorted(q[n].topk(64).indices.tolist())
     assert first.sampler == "probabilistic"
 
 

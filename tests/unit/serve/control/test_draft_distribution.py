@@ -17,6 +17,7 @@ from draftsmith.serve.control.control import draft_temperature
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.sampling.params import SamplingParams
+from tests.round_records import each
 from tests.stand_in_drafts import near
 
 PROMPT = [5, 60, 7, 200, 9, 33]
@@ -106,7 +107,7 @@ def test_records_name_the_choice_of_drafted_tokens(
     drafted = [one for one in records if one.drafted]
     assert drafted and {one.sampler for one in drafted} == {sampler}
     if sampler == "greedy":
-        assert all(len(q.ids) == 1 or q.logprobs[0] == 0 for one in drafted for q in one.q)
+        assert all(len(q.ids) == 1 or q.logprobs[0] == 0 for one in drafted for q in each(one.q))
 
 
 def test_records_of_tokens_that_are_not_drawn_name_them_greedy(

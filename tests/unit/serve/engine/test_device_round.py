@@ -32,6 +32,7 @@ from draftsmith.serve.sampling.grammar import Grammar
 from draftsmith.serve.sampling.params import SamplingParams
 from tests import conftest, device_stand_in
 from tests.device_stand_in import StandIn, kernel, move, on_device
+from tests.round_records import each
 
 PROMPTS = [[5, 60, 7, 200], [11, 12, 13], [9, 8, 7, 6, 5, 4]]
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -57,7 +58,7 @@ class Records(conftest.Records):
     """Makes everything of a record as soon as it gets it."""
 
     def put(self, record: RoundRecord) -> None:
-        record.p, record.q = list(record.p), list(record.q)
+        record.p, record.q = record.p.copied(), record.q.copied()
         super().put(record)
 
 
@@ -203,7 +204,7 @@ def assert_recorded_alike(expected: Records, found: Records) -> None:
         for name in ("round", "position", "context", "drafted", "accepted", "committed", "last"):
             assert getattr(one, name) == getattr(other, name)
         for kind in ("p", "q"):
-            pairs = list(zip(getattr(one, kind), getattr(other, kind), strict=True))
+            pairs = list(zip(each(getattr(one, kind)), each(getattr(other, kind)), strict=True))
             assert len(pairs) == len(one.drafted)
             for mine, its in pairs:
                 assert mine.ids[:8] == its.ids[:8]
