@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from draftsmith.cli import main
+from draftsmith.kernels.statistics import Fit
 from draftsmith.kernels.verify.verdict import TreeVerdict, Verdict
 from draftsmith.serve.audit import kernels
-from draftsmith.serve.audit.kernels import KERNELS, Kernel, cases, reference_check
+from draftsmith.serve.audit.kernels import KERNELS, VOCAB_SIZE, Case, Kernel, cases, reference_check
 from draftsmith.serve.audit.report import Check, Report
+from tests.goodness import g_test
 
 CPU = torch.device("cpu")
 AUDIT = ("audit", "--kernels")
@@ -64,6 +66,29 @@ def test_a_kernel_that_decides_otherwise_in_float32_is_seen(kernel: Kernel) -> N
     assert reference_check(kernel, case, "torch").passed
     check = reference_check(with_less_of_q(kernel), case, "torch")
     assert not check.passed and check.evidence["differing"] > 100
+
+
+def fit_of(kernel: Kernel, case: Case, warmth: float = 1.0) -> Fit:
+    """All tokens of 20,000 rounds together, those left open filled up by the target, whose
+    distribution is the same behind every text. The draft's logits are reported `warmth` times."""
+    seeds, p = torch.arange(20_000), case.p_logits.double().softmax(-1)
+    given = kernel.arguments(case, seeds)
+    q = given["q_logits"]
+    verdict = kernel.verify(**given | {"q_logits": None if q is None else q * warmth}, impl="torch")
+    filled = torch.multinomial(p, 3 * len(seeds), True, generator=torch.Generator().manual_seed(1))
+    emitted = torch.arange(3) <= verdict.accepted[:, None]
+    tokens = torch.where(emitted, verdict.tokens[:, :3], filled.view(-1, 3))
+    cells = (tokens * VOCAB_SIZE ** torch.arange(3)).sum(dim=1)
+    joint = torch.einsum("i,j,k->ijk", p, p, p).flatten()
+    return g_test(torch.bincount(cells, minlength=len(joint)), joint)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_texts_of_real_noise_follow_the_target(kernel: Kernel) -> None:
+    """The audit's cases; a q reported at another temperature is seen."""
+    given = [case for case in cases(CPU) if case.q_logits is not None or not kernel.needs_q]
+    assert all(fit_of(kernel, case).p_value > 1e-6 for case in given) and len(given) > 1
+    assert fit_of(kernel, given[0], warmth=0.5).p_value < 1e-9
 
 
 @pytest.mark.parametrize(
