@@ -13,12 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.kernels.dispatch import choose, reads_freely
-from draftsmith.kernels.sampling.random_streams import (
-    Purpose,
-    round_seeds,
-    sample,
-    sample_without_replacement,
-)
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_chain
 from draftsmith.kernels.verify.tree import verify_tree
@@ -53,7 +47,7 @@ class Kernel(NamedTuple):
     """A kernel and the drafts that it is given."""
 
     name: str
-    arguments: Callable[[Case, torch.Tensor], Arguments]
+    arguments: Callable[[Case, torch.Tensor, torch.Generator], Arguments]
     verify: Callable[..., Verdict | TreeVerdict]
     needs_q: bool = False
 
@@ -71,54 +65,41 @@ def cases(device: torch.device) -> list[Case]:
     return [Case(name, p.to(device), None if q is None else q.to(device)) for name, p, q in found]
 
 
-def chain_arguments(case: Case, seeds: torch.Tensor) -> Arguments:
+def chain_arguments(case: Case, seeds: torch.Tensor, draws: torch.Generator) -> Arguments:
     """Rounds of 0 to `DEPTH` drafted tokens."""
-    positions = torch.zeros_like(seeds)
     lengths = seeds % (DEPTH + 1)
-    if case.q_logits is None:
-        drafts, q_logits = torch.full((len(seeds), DEPTH), int(case.p_logits.argmax())), None
-        drafts = drafts.to(seeds)
-    else:
-        rows, own = case.q_logits.expand(len(seeds), -1), round_seeds(seeds, positions)
-        drawn = [sample(rows, own, positions + step, Purpose.DRAFT) for step in range(DEPTH)]
-        drafts = torch.stack(drawn, dim=1)
-        q_logits = case.q_logits.expand(len(seeds), DEPTH, -1).contiguous()
     p_logits = case.p_logits.expand(int((lengths + 1).sum()), -1).contiguous()
+    q_logits = case.q_logits
+    if q_logits is not None:
+        q_logits = q_logits.expand(len(seeds), DEPTH, -1).contiguous()
+    drafts = torch.cat([drafted(case, len(seeds), 1, draws) for _ in range(DEPTH)], dim=1)
     return {"p_logits": p_logits, "draft_tokens": drafts, "lengths": lengths, "q_logits": q_logits,
-            "seeds": seeds, "positions": positions}  # fmt: skip
+            "seeds": seeds, "positions": torch.zeros_like(seeds)}  # fmt: skip
 
 
-def tree_arguments(case: Case, seeds: torch.Tensor) -> Arguments:
+def tree_arguments(case: Case, seeds: torch.Tensor, draws: torch.Generator) -> Arguments:
     """Rounds of the first 0 to all nodes of a tree."""
-    size, positions = len(seeds), torch.zeros_like(seeds)
     lengths = seeds % (len(PARENTS) + 1)
-    tokens = torch.zeros(size, len(PARENTS), dtype=torch.int64, device=seeds.device)
-    depths = [0]
-    for slot in range(len(PARENTS) + 1):
-        if slot:
-            depths.append(depths[PARENTS[slot - 1] + 1] + 1)
-        children = [node for node, parent in enumerate(PARENTS) if parent + 1 == slot]
-        if not children:
-            continue
-        if case.q_logits is None:
-            drawn = case.p_logits.topk(len(children)).indices.expand(size, -1)
-        else:
-            # Slots of one depth have streams of their own.
-            own = round_seeds(seeds, positions) + (slot << 50)
-            drawn = sample_without_replacement(
-                case.q_logits.expand(size, -1), own, positions + depths[slot], Purpose.DRAFT,
-                len(children),
-            )  # fmt: skip
-        tokens[:, children] = drawn
-    parents = torch.tensor(PARENTS, device=seeds.device).expand_as(tokens)
+    parents = torch.tensor(PARENTS, device=seeds.device).expand(len(seeds), -1)
+    tokens = torch.zeros_like(parents)
+    for parent in set(PARENTS):
+        children = [node for node, own in enumerate(PARENTS) if own == parent]
+        tokens[:, children] = drafted(case, len(seeds), len(children), draws)
     p_logits = case.p_logits.expand(int((lengths + 1).sum()), -1).contiguous()
     q_logits, q_rows = None, None
     if case.q_logits is not None:
         q_logits = case.q_logits[None].contiguous()
-        q_rows = torch.zeros(size, len(PARENTS) + 1, dtype=torch.int64, device=seeds.device)
+        q_rows = torch.zeros_like(parents[:, :1]).expand(-1, len(PARENTS) + 1).contiguous()
     tree = DraftTree(tokens, parents, lengths)
     return {"p_logits": p_logits, "tree": tree, "q_logits": q_logits, "q_rows": q_rows,
-            "seeds": seeds, "positions": positions}  # fmt: skip
+            "seeds": seeds, "positions": torch.zeros_like(seeds)}  # fmt: skip
+
+
+def drafted(case: Case, rounds: int, count: int, draws: torch.Generator) -> torch.Tensor:
+    """[B, count] drawn without replacement, or the target's likeliest ones."""
+    if case.q_logits is None:
+        return case.p_logits.topk(count).indices.expand(rounds, -1)
+    return case.q_logits.softmax(-1).expand(rounds, -1).multinomial(count, generator=draws)
 
 
 KERNELS = (
@@ -166,7 +147,8 @@ def reference_check(
     device = case.p_logits.device
     is_interpreted = impl == "triton" and reads_freely(device)
     rounds = INTERPRETED_ROUNDS if is_interpreted else COMPILED_ROUNDS
-    given = kernel.arguments(case, torch.arange(rounds, device=device) + seed * 2**40)
+    seeds = torch.arange(rounds, device=device) + seed * 2**40
+    given = kernel.arguments(case, seeds, torch.Generator(device).manual_seed(seed))
     p_logits, q_logits = given["p_logits"], given["q_logits"]
 
     def decided(impl: str, dtype: torch.dtype, p: float = 1.0, q: float = 1.0) -> torch.Tensor:

@@ -72,10 +72,11 @@ def fit_of(kernel: Kernel, case: Case, warmth: float = 1.0) -> Fit:
     """All tokens of 20,000 rounds together, those left open filled up by the target, whose
     distribution is the same behind every text. The draft's logits are reported `warmth` times."""
     seeds, p = torch.arange(20_000), case.p_logits.double().softmax(-1)
-    given = kernel.arguments(case, seeds)
+    draws = torch.Generator().manual_seed(1)
+    given = kernel.arguments(case, seeds, draws)
     q = given["q_logits"]
     verdict = kernel.verify(**given | {"q_logits": None if q is None else q * warmth}, impl="torch")
-    filled = torch.multinomial(p, 3 * len(seeds), True, generator=torch.Generator().manual_seed(1))
+    filled = torch.multinomial(p, 3 * len(seeds), True, generator=draws)
     emitted = torch.arange(3) <= verdict.accepted[:, None]
     tokens = torch.where(emitted, verdict.tokens[:, :3], filled.view(-1, 3))
     cells = (tokens * VOCAB_SIZE ** torch.arange(3)).sum(dim=1)
