@@ -78,4 +78,4 @@ def test_a_killed_pipeline_goes_on_where_it_was(
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == 40
     report = report_of(tmp_path / "out")
     assert "| data | generate | finished |" in report and "## Acceptance" in report
-    assert report.count("| figures | draft | data |") == 2
+    assert all(f"| figures | {t} | 2 |" in report for t in (0, 1))

@@ -56,7 +56,7 @@ RESULTS = {
 FILES = ("eval", "bench")  # whose result is a JSON file
 NEW, RESUMED, ANEW, KEPT = "new", "resumed", "anew, its options or what it reads changed", "kept"
 STAGES = ("stage", "command", "state", "time", "result")
-FIGURES = ("stage", "draft", "data", "T", "k", "tau", "MBSU", "alpha_1, ...")
+FIGURES = ("stage", "T", "k", "tau", "alpha_1, ...")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +346,7 @@ def write_report(stages: Sequence[Stage], record: Record, out: Path, title: str)
     rows = [stage_row(stage, record.get(stage.name), out) for stage in stages]
     lines = [f"# {title}", "", *markdown_table(STAGES, rows), ""]
     figures = [
-        figures_row(stage, found)
+        figures_row(stage.name, found)
         for stage in stages
         if stage.command == "eval" and stage.result is not None and stage.result.is_file()
         for found in read_json(stage.result, f"result of stage {stage.name!r}")["evaluation"]
@@ -368,16 +368,12 @@ def stage_row(stage: Stage, one: Done | None, out: Path) -> tuple[str, ...]:
     return (stage.name, stage.command, state, duration(one.seconds), result)
 
 
-def figures_row(stage: Stage, found: dict[str, Any]) -> tuple[str, ...]:
-    """Figures of a draft, data and temperature; results of stages by their names."""
-    several = stage.recorded["data"]
-    read = [stage.recorded["draft"], ", ".join([several] if isinstance(several, str) else several)]
+def figures_row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
+    """Figures of one temperature."""
     return (
-        stage.name,
-        *(re.sub(r"[${}]", "", one) for one in read),
+        name,
         f"{found['temperature']:g}",
         str(found["k"]),
         with_interval(**found["tau"]),
-        "-" if found.get("mbsu") is None else f"{found['mbsu']:.2f}",
         " ".join("-" if one is None else f"{one['value']:.3f}" for one in found["alpha"]),
     )

@@ -30,7 +30,7 @@ echo "$3 $(basename "$out")" >>calls
 echo "$DRAFTSMITH_API_KEY: $*" >>words
 if [ -e broken ]; then echo "draftsmith: error: no room; make some" >&2; exit 2; fi
 case "$out" in
-*.json) echo '{"evaluation": [{"temperature": 1.0, "k": 2, "mbsu": 1.25, "alpha": [{"value": 0.5}, null],
+*.json) echo '{"evaluation": [{"temperature": 1.0, "k": 2, "alpha": [{"value": 0.5}, null],
   "tau": {"value": 1.75, "low": 1.5, "high": 2.0}}]}' >"$out";;
 *) mkdir -p "$out"; echo made >>"$out/made";;
 esac
@@ -240,7 +240,7 @@ def test_the_report_has_stages_and_figures(start: Start) -> None:
     assert "<td>figures<td>eval<td>finished<td>" in page and "draftsmith.cli train eagle3 T" in page
     report = report_of(Path("o"))
     assert "# recipe" in report and "| draft | train | finished |" in report
-    assert "| figures | draft | data | 1 | 2 | 1.75 [1.50, 2.00] | 1.25 | 0.500 - |" in report
+    assert "| figures | 1 | 2 | 1.75 [1.50, 2.00] | 0.500 - |" in report
 
 
 def test_a_run_beside_another_is_refused(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
