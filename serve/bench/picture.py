@@ -7,33 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.files import bars, drawn
 from draftsmith.serve.bench.report import Figures
 
 
 def draw(cases: Sequence[Figures], path: str | Path) -> None:
     """Draw tok/s of the cases beside each other, by task where there are tasks; alpha by draft
     position; and, for several users, tok/s of one against tok/s of all."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     fewest = min(case["concurrency"] for case in cases)
     shown = [case for case in cases if case["concurrency"] == fewest]
     is_sweep = len(shown) < len(cases)
     has_tasks = bool(shown[0].get("tasks"))
     widths = [8 if has_tasks else 4.5, 4.5, *([4.5] if is_sweep else [])]
-    figure, axes = pyplot.subplots(1, len(widths), figsize=(sum(widths), 3.8), width_ratios=widths)
-    if has_tasks:
-        _draw_tasks(axes[0], shown)
-    else:
-        _draw_cases(axes[0], shown)
-    _draw_alpha(axes[1], shown)
-    if is_sweep:
-        _draw_sweep(axes[2], cases)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
+    size = (sum(widths), 3.8)
+    with drawn(path, len(widths), figsize=size, width_ratios=widths) as axes:
+        (_draw_tasks if has_tasks else _draw_cases)(axes[0], shown)
+        _draw_alpha(axes[1], shown)
+        if is_sweep:
+            _draw_sweep(axes[2], cases)
 
 
 def _name(case: Figures) -> str:
@@ -57,10 +48,8 @@ def _draw_tasks(axes: Any, cases: Sequence[Figures]) -> None:
     for number, (case, colour) in enumerate(zip(cases, _colours(cases))):
         speeds = [own["tokens_per_s_user"] for own in case["tasks"].values()]
         bounds = [own["tokens_per_s_user_95"] for own in case["tasks"].values()]
-        below = [max(0.0, value - low) for value, (low, _) in zip(speeds, bounds)]
-        above = [max(0.0, high - value) for value, (_, high) in zip(speeds, bounds)]
         places = [at + (number - (len(cases) - 1) / 2) * wide for at in range(len(speeds))]
-        axes.bar(places, speeds, wide, yerr=[below, above], capsize=2, color=colour,
+        axes.bar(places, speeds, wide, yerr=bars(speeds, bounds), capsize=2, color=colour,
                  label=_name(case))  # fmt: skip
     names = list(cases[0]["tasks"])
     labels = [name.replace("_", "\n") for name in names]

@@ -291,6 +291,28 @@ def _encoded(pictures: Iterable[Picture]) -> Iterator[str]:
                 yield base64.b64encode(file.read_bytes()).decode()
 
 
+@contextmanager
+def drawn(path: str | Path, columns: int, **options: Any) -> Iterator[Any]:
+    """Axes beside each other, which are drawn into a PNG at the end. The library is imported here,
+    because what is not drawn need not wait for it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, columns, **options)
+    yield axes
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, format="png")
+    pyplot.close(figure)
+
+
+def bars(values: Sequence[float], bounds: Sequence[tuple[float, float]]) -> list[list[float]]:
+    """Lengths of the error bars, below and above each value."""
+    below = [max(0.0, value - low) for value, (low, _) in zip(values, bounds)]
+    return [below, [max(0.0, high - value) for value, (_, high) in zip(values, bounds)]]
+
+
 def _kind(line: str) -> str:
     return line[:1] if line.startswith(("|", "#")) else ""
 

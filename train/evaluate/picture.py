@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from draftsmith.config import short_names
+from draftsmith.files import bars, drawn
 
 TEMPERATURES = {"t0": "tab:blue", "t1": "tab:orange"}
-
-
-@contextmanager
-def _picture(path: str | Path, columns: int, **size: Any) -> Iterator[Any]:
-    """Axes, which are drawn into a PNG at the end. The library is imported here, because a run that
-    is not drawn need not wait for it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, columns, **size)
-    yield axes
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, format="png")
-    pyplot.close(figure)
 
 
 def draw_figures(found: Sequence[dict[str, Any]], path: str | Path) -> None:
     """Draw tau by task or folder, and alpha by draft position, of the evaluations in a record, one
     a temperature, with 95 % intervals."""
-    with _picture(path, 2, figsize=(12, 3.6), width_ratios=(2, 1)) as (tau, alpha):
+    with drawn(path, 2, figsize=(12, 3.6), width_ratios=(2, 1)) as (tau, alpha):
         for number, one in enumerate(found):
             label = f"T = {one['temperature']:g}"
             folders = one.get("folders", {})
@@ -53,16 +37,15 @@ def draw_figures(found: Sequence[dict[str, Any]], path: str | Path) -> None:
 
 def _bars(estimates: Sequence[dict[str, float]]) -> dict[str, Any]:
     values = [one["value"] for one in estimates]
-    below = [max(0.0, one["value"] - one["low"]) for one in estimates]
-    above = [max(0.0, one["high"] - one["value"]) for one in estimates]
-    return {"y": values, "yerr": [below, above], "capsize": 3}
+    bounds = [(one["low"], one["high"]) for one in estimates]
+    return {"y": values, "yerr": bars(values, bounds), "capsize": 3}
 
 
 def draw_curves(metrics: Path, path: Path) -> None:
     """Draw loss, alpha and tau of a run from its lines of metrics."""
     with metrics.open(encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
-    with _picture(path, 3, figsize=(13, 3.6)) as (loss, alpha, tau):
+    with drawn(path, 3, figsize=(13, 3.6)) as (loss, alpha, tau):
         _curve(loss, lines, "loss", label="loss")
         loss.set(title="loss", xlabel="step")
         for name in sorted({name for line in lines for name in line if name.startswith("alpha_")}):

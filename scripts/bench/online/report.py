@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.files import markdown_table
+from draftsmith.files import drawn, markdown_table
 from scripts.bench.figures import over_seeds
 
 Row = dict[str, Any]
@@ -71,23 +71,14 @@ def mean_alpha(result: Row, name: str) -> float:
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
     """Windows of the first seed of each stream."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     shown = by_stream(rows)
-    figure_, axes = pyplot.subplots(
-        1, len(shown), figsize=(4.2 * len(shown), 3.6), sharey=True, squeeze=False
-    )
-    for axis, (name, found) in zip(axes[0], shown.items(), strict=True):
-        windows = found[0]["windows"]
-        axis.plot([one["live"] for one in windows], label="learning")
-        axis.plot([one["static"] for one in windows], color="black", label="static, same texts")
-        axis.set_title(name)
-        axis.set_xlabel("windows")
-    axes[0][0].set_ylabel("alpha")
-    axes[0][0].legend()
-    figure_.tight_layout()
-    figure_.savefig(path, dpi=110)
-    pyplot.close(figure_)
+    size = (4.2 * len(shown), 3.6)
+    with drawn(path, len(shown), figsize=size, sharey=True, squeeze=False) as axes:
+        for axis, (name, found) in zip(axes[0], shown.items(), strict=True):
+            windows = found[0]["windows"]
+            axis.plot([one["live"] for one in windows], label="learning")
+            axis.plot([one["static"] for one in windows], color="black", label="static, same texts")
+            axis.set_title(name)
+            axis.set_xlabel("windows")
+        axes[0][0].set_ylabel("alpha")
+        axes[0][0].legend()
