@@ -30,7 +30,9 @@ FLAGS = (
     # Sums in any order, which vectors need; numbers that are not finite keep their meaning.
     "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
 )  # fmt: skip
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("host_numbers.h", "host_threads.h"))
+HEADERS = tuple(
+    Path(__file__).with_name(name) for name in ("host_lanes.h", "host_numbers.h", "host_threads.h")
+)
 MOST_S = 120.0
 # Types of numbers that functions are compiled for, as their names end.
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

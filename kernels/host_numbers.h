@@ -46,8 +46,9 @@ float largest(const T* x, int64_t count) {
       lanes[i] = value > lanes[i] ? value : lanes[i];
     }
   for (; v < count; v++) most = widened(x[v]) > most ? widened(x[v]) : most;
-  for (float one : lanes) most = one > most ? one : most;
-  return most;
+  for (int64_t half = kAtOnce / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; i++) lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
+  return lanes[0] > most ? lanes[0] : most;
 }
 
 // Rows of a pass over a paged pool. paged_compiled.py and call_list.py say what the numbers are.

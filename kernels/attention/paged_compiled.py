@@ -1,6 +1,5 @@
-"""Attention over a paged pool by a compiled kernel, for a CPU with a C++ compiler: short rows (one
-token, a verification, a short prompt) read keys and values where they lie. All else is torch's, as
-where there is no compiler.
+"""Attention over a paged pool by a compiled kernel, for a CPU with a C++ compiler: keys and values
+are read where they lie. Trees and scores of other kinds are torch's, as where there is no compiler.
 
 Legend as in `paged.py`.
 """
@@ -22,8 +21,8 @@ from draftsmith.kernels.dispatch import side_by_side
 from draftsmith.kernels.host_compiler import function_of
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
-# Queries that share the keys of a head, of rows that torch attends to no faster. Up to here a token
-# has the same bits alone and in a verification.
+# Queries that share the keys of a head, of a row in which a token has the same bits as alone; of
+# longer ones many queries meet a key at once, and weights are rounded as values are.
 MOST_QUERIES = 192
 MOST_DIM = 256  # `kMostDim` of the source
 
@@ -44,7 +43,6 @@ class CompiledContext(GatheredContext):
         self._tables, self._ends, self._lengths = (one.long().contiguous() for one in layout[:3])
         begins = (0, *itertools.accumulate(self._row_lengths))
         self._begins = repeated_numbers(begins, self._lengths.device)
-        self._longest_row = max(self._row_lengths, default=0)
         # Valid as long as this object; None where a row is a tree.
         self.row_addresses: RowAddresses | None = None
         if layout.tree is None:
@@ -54,7 +52,7 @@ class CompiledContext(GatheredContext):
                 self._lengths.data_ptr(),
                 self._begins.data_ptr(),
                 len(self._row_lengths),
-                self._longest_row,
+                max(self._row_lengths, default=0),
                 self._tables.shape[1],
                 block_size,
             )
@@ -123,10 +121,6 @@ class CompiledContext(GatheredContext):
         )
         if not done:
             raise IndexError("a token of the pass lies behind the blocks of its row")
-        if self._longest_row > longest:
-            for part in self._parts_of(rule.window, longest):
-                begin, count = part.run.begin, part.run.num_rows * part.run.length
-                out[begin : begin + count] = self._attend_part(part, query, keys, values, rule)
         return out
 
 

@@ -1,15 +1,16 @@
-// Attention of short rows over a paged pool on a CPU: keys and values are read where they lie.
+// Attention of rows over a paged pool on a CPU: keys and values are read where they lie.
 // paged_compiled.py compiles it and says what the arguments are.
 
 #include <type_traits>
 #include <utility>
 
-#include "../host_numbers.h"
+#include "../host_lanes.h"
 
 namespace {
 
 constexpr int64_t kSlots = 256;    // of the context that are weighed at once
-constexpr int64_t kQueries = 16;   // that share the keys they read
+constexpr int64_t kFew = 16, kMany = 48;  // queries that share the keys they read, of short and of long rows
+constexpr int64_t kMeet = kLanes == 16 ? 8 : 4;  // of them, whose scores are in registers at once
 constexpr int64_t kTogether = 16;  // slots that stay near while all queries meet them
 constexpr int64_t kMostDim = 256;  // of keys and values
 
@@ -25,22 +26,6 @@ struct Pass {
   int64_t chunked;  // whether `window` is the size of chunks of positions that see themselves alone
   float scaling;
 };
-
-// One register of numbers.
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-typedef float Lanes __attribute__((vector_size(4 * kLanes)));
-
-inline Lanes load(const float* from) {
-  Lanes x;
-  memcpy(&x, from, sizeof x);
-  return x;
-}
 
 template <int... kFrom>
 inline Lanes picked(Lanes x, Lanes y) {
@@ -96,45 +81,204 @@ struct Near {
   }
 };
 
-// Products of a query and the keys near by.
-template <int kDim>
-inline void weigh(const float* query, const float* const* keys, int64_t dim, float* to) {
-  for (int64_t j = 0; j < kTogether; j += kLanes) {
-    Lanes sums[kLanes] = {};
-    for (int i = 0; i < kLanes; i++)
-      for (int64_t d = 0; d < (kDim ? kDim : dim); d += kLanes)
-        sums[i] += load(query + d) * load(keys[j + i] + d);
-    const Lanes found = sums_of(sums);
-    memcpy(to + j, &found, sizeof found);
-  }
-}
+// Slots `[from, to)` that each query sees; weights of the queries from slot `start` on.
+struct Seen {
+  const int64_t *from, *to;
+  int64_t start, count;
+  float (*weights)[kSlots];
 
-// Adds values times their weights to `sums`.
-template <int kDim>
-inline void gather(const float* weights, const float* const* values, int64_t low, int64_t high, int64_t dim,
-                   float* sums) {
+  // Of `kTogether` slots from weight `j` on, those that query `i` sees.
+  int64_t low(int64_t i, int64_t j) const { return from[i] - start > j ? from[i] - start - j : 0; }
+  int64_t high(int64_t i, int64_t j) const {
+    return to[i] - start - j < kTogether ? to[i] - start - j : kTogether;
+  }
+};
+
+// Adds values times their weights to the sums of query `i`. What it does not see is not read for it: 0 * NaN is
+// NaN.
+template <int kDim, typename T>
+inline void add_seen(const Seen& seen, int64_t i, int64_t j, const T* const* values, int64_t dim, float* sums) {
+  const float* weights = seen.weights[i] + j;
+  const int64_t low = seen.low(i, j), high = seen.high(i, j);
   if constexpr (kDim != 0) {
     Lanes held[kDim / kLanes];
     memcpy(held, sums, sizeof held);
-    for (int64_t j = low; j < high; j++)
-      for (int d = 0; d < kDim / kLanes; d++) held[d] += weights[j] * load(values[j] + d * kLanes);
+    for (int64_t k = low; k < high; k++)
+      for (int d = 0; d < kDim / kLanes; d++) held[d] += weights[k] * load(values[k] + d * kLanes);
     memcpy(sums, held, sizeof held);
   } else {
-    for (int64_t j = low; j < high; j++)
-      for (int64_t d = 0; d < dim; d++) sums[d] += weights[j] * values[j][d];
+    for (int64_t k = low; k < high; k++)
+      for (int64_t d = 0; d < dim; d++) sums[d] += weights[k] * widened(values[k][d]);
   }
 }
 
+// The queries of a short row, in float32: each meets keys and values near by alone.
+template <typename T, int kDim>
+struct Few {
+  static constexpr int64_t kQueries = kFew, kRoom = kDim ? kDim : kMostDim;
+  const int64_t dim;
+  const float scaling;
+  Near<T, kDim> near;
+  float query[kQueries][kRoom];
+
+  Few(int64_t dim, float scaling) : dim(dim), scaling(scaling) {}
+
+  void hold(int64_t i, const T* source) {
+    for (int64_t d = 0; d < dim; d++) query[i][d] = widened(source[d]) * scaling;
+    for (int64_t d = dim; d < whole(dim); d++) query[i][d] = 0;
+  }
+
+  void weigh(const T* const* keys, const Seen& seen, int64_t j) {
+    near.take(keys, dim);
+    for (int64_t i = 0; i < seen.count; i++)
+      for (int64_t at = 0; at < kTogether; at += kLanes) {
+        Lanes sums[kLanes] = {};
+        for (int k = 0; k < kLanes; k++)
+          for (int64_t d = 0; d < (kDim ? kDim : whole(dim)); d += kLanes)
+            sums[k] += load(query[i] + d) * load(near.rows[at + k] + d);
+        store(sums_of(sums), seen.weights[i] + j + at);
+      }
+  }
+
+  void gather(const T* const* values, int64_t value_dim, const Seen& seen, int64_t j, float (*sums)[kRoom]) {
+    near.take(values, value_dim);
+    for (int64_t i = 0; i < seen.count; i++)
+      add_seen<kDim>(seen, i, j, near.rows, value_dim, sums[i]);
+  }
+};
+
+// Halves of `kHalf` lanes of two registers, crossed over.
+template <int kHalf, int... kLane>
+inline void cross(Lanes& x, Lanes& y, std::integer_sequence<int, kLane...>) {
+  const Lanes low = picked<(kLane & kHalf ? kLanes + (kLane ^ kHalf) : kLane)...>(x, y);
+  y = picked<(kLane & kHalf ? kLanes + kLane : kLane ^ kHalf)...>(x, y);
+  x = low;
+}
+
+// Lane i of register j becomes lane j of register i.
+template <int kHalf = kLanes / 2>
+inline void transpose(Lanes* x) {
+  for (int i = 0; i < kLanes; i++)
+    if (!(i & kHalf)) cross<kHalf>(x[i], x[i + kHalf], std::make_integer_sequence<int, kLanes>{});
+  if constexpr (kHalf > 1) transpose<kHalf / 2>(x);
+}
+
+// Products of some rows with what lies in registers, `steps` of them, `stride` numbers apart: those of row k and
+// register r are added to `begin(k, r)` and given to `end(k, r, sum)`.
+template <typename T, int64_t kRows, int64_t kRegisters, typename Begin, typename End>
+inline void meet(const T* rows, int64_t row_stride, const T* near, int64_t stride, int64_t steps, Begin begin,
+                 End end) {
+  constexpr int64_t kWidth = Step<T>::kWidth;
+  Lanes sums[kRows][kRegisters];
+  for (int64_t k = 0; k < kRows; k++)
+    for (int64_t r = 0; r < kRegisters; r++) sums[k][r] = begin(k, r);
+  for (int64_t d = 0; d < steps; d++, near += stride, rows += kWidth) {
+    typename Step<T>::Weights w[kRegisters];
+    for (int64_t r = 0; r < kRegisters; r++) w[r] = Step<T>::load(near + r * kLanes * kWidth);
+#pragma GCC unroll 8
+    for (int64_t k = 0; k < kRows; k++) {
+      const auto x = Step<T>::meet(rows + k * row_stride);
+      for (int64_t r = 0; r < kRegisters; r++) Step<T>::add(sums[k][r], w[r], x);
+    }
+  }
+  for (int64_t k = 0; k < kRows; k++)
+    for (int64_t r = 0; r < kRegisters; r++) end(k, r, sums[k][r]);
+}
+
+// Numbers `d .. d + kLanes - 1` of as many vectors as a step has.
+inline void lay(const float* const* from, int64_t d, float* to) { store(load(from[0] + d), to); }
+inline void lay(const Bfloat16* const* from, int64_t d, Bfloat16* to) {
+  Halves even, odd;
+  memcpy(&even, from[0] + d, sizeof even), memcpy(&odd, from[1] + d, sizeof odd);
+  const Words both = __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16;
+  memcpy(to, &both, sizeof both);
+}
+
+// The queries of a long row, as they are. Keys near by lie across: a register has the same step along the
+// dimension of as many keys as it has lanes, and stays there while several queries meet it. So does one of
+// values, of which a step has those of neighbouring slots; weights are rounded as values are.
+template <typename T, int kDim>
+struct Many {
+  static constexpr int64_t kQueries = kMany, kWidth = Step<T>::kWidth, kRoom = kDim ? kDim : kMostDim;
+  static constexpr int64_t kBytes = 4 * kLanes, kSlotsAcross = kTogether / kLanes;
+  // Registers of a value at once.
+  static constexpr int64_t kValue = kDim % (4 * kLanes) == 0 ? 4 : kDim % (3 * kLanes) == 0 ? 3 : 2;
+  const int64_t dim;
+  const float scaling;
+  T near[kRoom / kWidth * kTogether * kWidth];
+  T query[kQueries][kRoom] = {};
+
+  Many(int64_t dim, float scaling) : dim(dim), scaling(scaling) {}
+
+  int64_t bytes() const { return (kDim ? kDim : dim) * int64_t(sizeof(T)); }
+
+  void hold(int64_t i, const T* source) { memcpy(query[i], source, bytes()); }
+
+  void weigh(const T* const* keys, const Seen& seen, int64_t j) {
+    for (int64_t k = 0; k < kTogether; k++)
+      for (int64_t at = 0; at < bytes(); at += 64) __builtin_prefetch((const char*)keys[k + kTogether] + at);
+    for (int64_t group = 0; group < kSlotsAcross; group++)
+      for (int64_t at = 0; at < bytes(); at += kBytes) {
+        Lanes x[kLanes] = {};
+        const int64_t here = bytes() - at < kBytes ? bytes() - at : kBytes;
+        for (int k = 0; k < kLanes; k++) memcpy(&x[k], (const char*)keys[group * kLanes + k] + at, here);
+        transpose(x);
+        for (int k = 0; k < kLanes; k++)
+          memcpy(near + ((at / 4 + k) * kSlotsAcross + group) * kLanes * kWidth, &x[k], sizeof x[k]);
+      }
+    for (int64_t i = 0; i < seen.count; i += kMeet) meet_keys(i, seen.weights, j);
+  }
+
+  void meet_keys(int64_t i, float (*to)[kSlots], int64_t j) const {
+    meet<T, kMeet, kSlotsAcross>(
+        query[i], kRoom, near, kSlotsAcross * kLanes * kWidth, (bytes() + 3) / 4,
+        [](int64_t, int64_t) { return Lanes{}; },
+        [&](int64_t k, int64_t r, Lanes sum) { store(sum * scaling, to[i + k] + j + r * kLanes); });
+  }
+
+  void gather(const T* const* values, int64_t value_dim, const Seen& seen, int64_t j, float (*sums)[kRoom]) {
+    constexpr int64_t kAtOnce = kLanes == 16 ? 4 : 2;
+    for (int64_t k = 0; k < kTogether; k += kWidth)
+      for (int64_t d = 0; d < kDim; d += kLanes) lay(values + k, d, near + k * kDim + d * kWidth);
+    for (int64_t i = 0; i < seen.count;) {
+      bool all = kDim && i + kAtOnce <= seen.count;
+      for (int64_t k = i; all && k < i + kAtOnce; k++)
+        all = seen.low(k, j) == 0 && seen.high(k, j) == kTogether;
+      if (!all) {
+        add_seen<kDim>(seen, i, j, values, value_dim, sums[i]);
+        i++;
+        continue;
+      }
+      meet_values<kAtOnce>(seen.weights + i, j, sums + i);
+      i += kAtOnce;
+    }
+  }
+
+  template <int64_t kAtOnce>
+  void meet_values(const float (*weights)[kSlots], int64_t j, float (*sums)[kRoom]) const {
+    T narrowed[kAtOnce][kTogether];
+    for (int64_t k = 0; k < kAtOnce; k++)
+      for (int64_t at = 0; at < kTogether; at += kLanes) store(load(weights[k] + j + at), narrowed[k] + at);
+    for (int64_t d = 0; d < kDim; d += kValue * kLanes) {
+      const auto sums_at = [&](int64_t k, int64_t r) { return sums[k] + d + r * kLanes; };
+      meet<T, kAtOnce, kValue>(
+          narrowed[0], kTogether, near + d * kWidth, kDim * kWidth, kTogether / kWidth,
+          [&](int64_t k, int64_t r) { return load(sums_at(k, r)); },
+          [&](int64_t k, int64_t r, Lanes sum) { store(sum, sums_at(k, r)); });
+    }
+  }
+};
+
 // Queries `first .. first + count - 1` of the tokens and heads that share a key head of a row; a
 // query's number is token * group + head. The dimensions are constants where they are known.
-template <typename T, int kDim>
+template <typename T, int kDim, template <typename, int> class Queries>
 void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_head, int64_t first,
                     int64_t count) {
   const int64_t key_dim = kDim ? kDim : p.key_dim, value_dim = kDim ? kDim : p.value_dim;
   const int64_t group = p.heads / p.kv_heads;
-  constexpr int kRoom = Near<T, kDim>::kRoom;
-  Near<T, kDim> near;
-  float query[kQueries][kRoom] = {}, sums[kQueries][kRoom], weights[kQueries][kSlots];
+  constexpr int64_t kQueries = Queries<T, kDim>::kQueries;
+  Queries<T, kDim> queries(key_dim, p.scaling);
+  float sums[kQueries][Queries<T, kDim>::kRoom], weights[kQueries][kSlots];
   float top[kQueries], total[kQueries];
   int64_t from[kQueries], to[kQueries];  // the slots a query sees
   const T *keys[kSlots + kTogether], *found[kSlots + kTogether];
@@ -142,7 +286,7 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
   for (int64_t i = 0; i < count; i++) {
     const int64_t token = begin + (first + i) / group, head = kv_head * group + (first + i) % group;
     const T* source = p.query + head * p.query_head + token * p.query_token;
-    for (int64_t d = 0; d < key_dim; d++) query[i][d] = widened(source[d]) * p.scaling;
+    queries.hold(i, source);
     for (int64_t d = 0; d < value_dim; d++) sums[i][d] = 0;
     top[i] = -INFINITY, total[i] = 0;
     to[i] = p.rows.positions[token] + 1;
@@ -166,10 +310,8 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
     }
     for (int64_t j = end - start; j < whole_run(end - start) + kTogether; j++)
       keys[j] = keys[j - 1], found[j] = found[j - 1];
-    for (int64_t j = begun; j < end - start; j += kTogether) {
-      near.take(keys + j, key_dim);
-      for (int64_t i = 0; i < count; i++) weigh<kDim>(query[i], near.rows, whole(key_dim), weights[i] + j);
-    }
+    const Seen seen{from, to, start, count, weights};
+    for (int64_t j = begun; j < end - start; j += kTogether) queries.weigh(keys + j, seen, j);
     for (int64_t i = 0; i < count; i++) {
       const int64_t low = from[i] > start ? from[i] - start : 0;
       const int64_t high = (to[i] < end ? to[i] : end) - start;
@@ -183,15 +325,8 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
       total[i] = total[i] * kept + sum;
       for (int64_t d = 0; d < value_dim; d++) sums[i][d] *= kept;
     }
-    for (int64_t j = begun; j < end - start; j += kTogether) {
-      near.take(found + j, value_dim);
-      for (int64_t i = 0; i < count; i++) {
-        // What a query does not see is not read for it: 0 * NaN is NaN.
-        const int64_t low = from[i] - start > j ? from[i] - start - j : 0;
-        const int64_t high = to[i] - start - j < kTogether ? to[i] - start - j : kTogether;
-        gather<kDim>(weights[i] + j, near.rows, low, high, value_dim, sums[i]);
-      }
-    }
+    for (int64_t j = begun; j < end - start; j += kTogether)
+      queries.gather(found + j, value_dim, seen, j, sums);
   }
   for (int64_t i = 0; i < count; i++) {
     const int64_t token = begin + (first + i) / group, head = kv_head * group + (first + i) % group;
@@ -200,23 +335,24 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
   }
 }
 
-template <typename T>
-void attend_row(const Pass<T>& p, int64_t row, int64_t begin, int64_t length, int64_t kv_head) {
-  const int64_t queries = length * (p.heads / p.kv_heads);
+// Block `block` of the queries of a row's tokens, if it has one.
+template <typename T, template <typename, int> class Queries>
+void attend_block(const Pass<T>& p, int64_t row, int64_t kv_head, int64_t block) {
+  constexpr int64_t kQueries = Queries<T, 0>::kQueries;
+  const int64_t first = block * kQueries, left = p.rows.lengths[row] * (p.heads / p.kv_heads) - first;
+  if (left <= 0) return;
+  const int64_t begin = p.rows.begins[row], count = left < kQueries ? left : kQueries;
   const int64_t dim = p.key_dim == p.value_dim ? p.key_dim : 0;
-  for (int64_t first = 0; first < queries; first += kQueries) {
-    const int64_t count = first + kQueries < queries ? kQueries : queries - first;
-    if (dim == 32)
-      attend_queries<T, 32>(p, row, begin, kv_head, first, count);
-    else if (dim == 64)
-      attend_queries<T, 64>(p, row, begin, kv_head, first, count);
-    else if (dim == 96)
-      attend_queries<T, 96>(p, row, begin, kv_head, first, count);
-    else if (dim == 128)
-      attend_queries<T, 128>(p, row, begin, kv_head, first, count);
-    else
-      attend_queries<T, 0>(p, row, begin, kv_head, first, count);
-  }
+  if (dim == 32)
+    attend_queries<T, 32, Queries>(p, row, begin, kv_head, first, count);
+  else if (dim == 64)
+    attend_queries<T, 64, Queries>(p, row, begin, kv_head, first, count);
+  else if (dim == 96)
+    attend_queries<T, 96, Queries>(p, row, begin, kv_head, first, count);
+  else if (dim == 128)
+    attend_queries<T, 128, Queries>(p, row, begin, kv_head, first, count);
+  else
+    attend_queries<T, 0, Queries>(p, row, begin, kv_head, first, count);
 }
 
 // Puts the keys and values of a row's tokens into the pool; false where one has no block.
@@ -244,10 +380,14 @@ bool attend(const Pass<T>& p, int64_t longest, int threads) {
   const Rows& rows = p.rows;
   for (int64_t row = 0; p.key && row < rows.num_rows; row++)
     if (!keep_row(p, row, rows.begins[row], rows.lengths[row])) return false;
-  each(rows.num_rows * p.kv_heads, threads, [&](int64_t item) {
-    const int64_t row = item / p.kv_heads;
+  const int64_t queries = rows.longest_row * (p.heads / p.kv_heads), blocks = (queries + kFew - 1) / kFew;
+  each(blocks * rows.num_rows * p.kv_heads, threads, [&](int64_t item) {
+    const int64_t kv_head = item % p.kv_heads, row = item / p.kv_heads % rows.num_rows;
+    const int64_t block = item / (p.kv_heads * rows.num_rows);
     if (rows.lengths[row] <= longest)
-      attend_row(p, row, rows.begins[row], rows.lengths[row], item % p.kv_heads);
+      attend_block<T, Few>(p, row, kv_head, block);
+    else
+      attend_block<T, Many>(p, row, kv_head, block);
   });
   return true;
 }

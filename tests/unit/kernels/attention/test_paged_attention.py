@@ -80,10 +80,17 @@ def test_the_compiled_kernel_knows_every_width(dim: int, options: dict) -> None:
 
 
 @needs_compiler
-def test_long_rows_beside_short_ones_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last piece of a long row may be short."""
-    monkeypatch.setattr(paged_torch, "_MOST_QUERIES", 40)
-    check_rows([(5, 43), (9, 1), (2, 81)], {}, Case())
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("dim", [40, 64, 96])
+def test_nothing_reaches_a_query_of_a_long_row_that_it_does_not_see(
+    dtype: torch.dtype, atol: float, dim: int
+) -> None:
+    """Vectors of tokens that come later are not finite."""
+    case = Case(key_dim=dim, value_dim=dim, dtype=dtype, impl="auto", spoiled=(150, 237))
+    rows = [Row(5, 300, []), Row(40, 2, []), Row(0, 200, [])]
+    found, expected = run_rows(rows, {"scaling": dim**-0.5}, case, CPU)
+    assert expected[:150].isfinite().all() and expected[302:452].isfinite().all()
+    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=1e-4, equal_nan=True)
 
 
 def pass_of(
