@@ -27,11 +27,19 @@ inline Lanes load(const float* from) {
   return x;
 }
 
-inline Lanes load(const Bfloat16* from) {
+// Bits of numbers, each in a word.
+inline Words words_of(const Bfloat16* from) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
   Halves x;
   memcpy(&x, from, sizeof x);
-  return (Lanes)(__builtin_convertvector(x, Words) << 16);
+  return __builtin_convertvector(x, Words);
+#endif
 }
+inline Lanes load(const Bfloat16* from) { return (Lanes)(words_of(from) << 16); }
 
 inline void store(Lanes x, float* to) { memcpy(to, &x, sizeof x); }
 inline void store(Lanes x, Bfloat16* to) {  // to nearest, ties to even
@@ -67,6 +75,7 @@ struct Step;
 template <>
 struct Step<float> {
   static constexpr int64_t kWidth = 1;
+  static constexpr bool kPairs = false;  // whether the processor multiplies pairs
   typedef Lanes Weights;
   static inline Weights load(const float* from) {
     Weights w;
@@ -81,6 +90,7 @@ template <>
 struct Step<Bfloat16> {
   static constexpr int64_t kWidth = 2;
 #if defined(__AVX512BF16__)
+  static constexpr bool kPairs = true;
   static_assert(kLanes == 16, "registers of 64 bytes");
   typedef __m512bh Weights;
   static inline Weights load(const Bfloat16* from) {
@@ -95,6 +105,7 @@ struct Step<Bfloat16> {
     sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, w, x);
   }
 #else
+  static constexpr bool kPairs = false;
   struct Weights {
     Lanes even, odd;
   };

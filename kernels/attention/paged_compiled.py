@@ -22,7 +22,8 @@ from draftsmith.kernels.host_compiler import function_of
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
 # Queries that share the keys of a head, of a row in which a token has the same bits as alone; of
-# longer ones many queries meet a key at once, and weights are rounded as values are.
+# longer rows it may have others, as another way is faster there, where a processor multiplies no
+# pairs of bfloat16.
 MOST_QUERIES = 192
 MOST_DIM = 256  # `kMostDim` of the source
 

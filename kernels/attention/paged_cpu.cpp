@@ -8,11 +8,10 @@
 
 namespace {
 
-constexpr int64_t kSlots = 256;    // of the context that are weighed at once
-constexpr int64_t kFew = 16, kMany = 48;  // queries that share the keys they read, of short and of long rows
-constexpr int64_t kMeet = kLanes == 16 ? 8 : 4;  // of them, whose scores are in registers at once
-constexpr int64_t kTogether = 16;  // slots that stay near while all queries meet them
-constexpr int64_t kMostDim = 256;  // of keys and values
+constexpr int64_t kSlots = 256;           // of the context that are weighed at once
+constexpr int64_t kFew = 16, kMany = 48;  // queries that share the keys they read
+constexpr int64_t kTogether = 16;         // slots that lie near while all queries meet them
+constexpr int64_t kMostDim = 256;         // of keys and values
 
 template <typename T>
 struct Pass {
@@ -54,7 +53,7 @@ inline Lanes sums_of(Lanes* x) {
 }
 
 // `count` numbers, in whole registers; slots, in whole runs.
-inline int64_t whole(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+constexpr int64_t whole(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 inline int64_t whole_run(int64_t count) { return (count + kTogether - 1) / kTogether * kTogether; }
 
 // Keys or values of `kTogether` slots in float32, for all queries that meet them; behind `dim` numbers zeros up
@@ -75,6 +74,10 @@ struct Near {
         rows[j] = vectors[j];
         continue;
       }
+      if constexpr (kDim) {
+        for (int64_t d = 0; d < kDim; d += kLanes) store(load(vectors[j] + d), wide[j] + d);
+        continue;
+      }
       for (int64_t d = 0; d < dim; d++) wide[j][d] = widened(vectors[j][d]);
       for (int64_t d = dim; d < whole(dim); d++) wide[j][d] = 0;
     }
@@ -92,6 +95,7 @@ struct Seen {
   int64_t high(int64_t i, int64_t j) const {
     return to[i] - start - j < kTogether ? to[i] - start - j : kTogether;
   }
+  bool all(int64_t i, int64_t j) const { return low(i, j) == 0 && high(i, j) == kTogether; }
 };
 
 // Adds values times their weights to the sums of query `i`. What it does not see is not read for it: 0 * NaN is
@@ -112,35 +116,40 @@ inline void add_seen(const Seen& seen, int64_t i, int64_t j, const T* const* val
   }
 }
 
-// The queries of a short row, in float32: each meets keys and values near by alone.
+// A few queries, in float32: each meets keys and values near by alone.
 template <typename T, int kDim>
 struct Few {
   static constexpr int64_t kQueries = kFew, kRoom = kDim ? kDim : kMostDim;
   const int64_t dim;
   const float scaling;
-  Near<T, kDim> near;
   float query[kQueries][kRoom];
 
   Few(int64_t dim, float scaling) : dim(dim), scaling(scaling) {}
 
+  int64_t key_dim() const { return kDim ? kDim : dim; }
+
   void hold(int64_t i, const T* source) {
-    for (int64_t d = 0; d < dim; d++) query[i][d] = widened(source[d]) * scaling;
-    for (int64_t d = dim; d < whole(dim); d++) query[i][d] = 0;
+    for (int64_t d = 0; d < key_dim(); d++) query[i][d] = widened(source[d]) * scaling;
+    for (int64_t d = key_dim(); d < whole(key_dim()); d++) query[i][d] = 0;
   }
 
+  void hold_none(int64_t) {}
+
   void weigh(const T* const* keys, const Seen& seen, int64_t j) {
-    near.take(keys, dim);
+    Near<T, kDim> near;
+    near.take(keys, key_dim());
     for (int64_t i = 0; i < seen.count; i++)
       for (int64_t at = 0; at < kTogether; at += kLanes) {
         Lanes sums[kLanes] = {};
         for (int k = 0; k < kLanes; k++)
-          for (int64_t d = 0; d < (kDim ? kDim : whole(dim)); d += kLanes)
+          for (int64_t d = 0; d < whole(key_dim()); d += kLanes)
             sums[k] += load(query[i] + d) * load(near.rows[at + k] + d);
         store(sums_of(sums), seen.weights[i] + j + at);
       }
   }
 
   void gather(const T* const* values, int64_t value_dim, const Seen& seen, int64_t j, float (*sums)[kRoom]) {
+    Near<T, kDim> near;
     near.take(values, value_dim);
     for (int64_t i = 0; i < seen.count; i++)
       add_seen<kDim>(seen, i, j, near.rows, value_dim, sums[i]);
@@ -188,35 +197,41 @@ inline void meet(const T* rows, int64_t row_stride, const T* near, int64_t strid
 // Numbers `d .. d + kLanes - 1` of as many vectors as a step has.
 inline void lay(const float* const* from, int64_t d, float* to) { store(load(from[0] + d), to); }
 inline void lay(const Bfloat16* const* from, int64_t d, Bfloat16* to) {
-  Halves even, odd;
-  memcpy(&even, from[0] + d, sizeof even), memcpy(&odd, from[1] + d, sizeof odd);
-  const Words both = __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16;
+  const Words both = words_of(from[0] + d) | words_of(from[1] + d) << 16;
   memcpy(to, &both, sizeof both);
 }
 
-// The queries of a long row, as they are. Keys near by lie across: a register has the same step along the
-// dimension of as many keys as it has lanes, and stays there while several queries meet it. So does one of
-// values, of which a step has those of neighbouring slots; weights are rounded as values are.
+// Many queries, as they are. Keys near by lie across: a register has the same step along the dimension of as
+// many keys as it has lanes, and stays there while several queries meet it. So does one of values, of which a
+// step has those of neighbouring slots; weights are rounded as values are, but for slots of a run that is not
+// seen whole. What a query finds does not depend on the others.
 template <typename T, int kDim>
 struct Many {
   static constexpr int64_t kQueries = kMany, kWidth = Step<T>::kWidth, kRoom = kDim ? kDim : kMostDim;
   static constexpr int64_t kBytes = 4 * kLanes, kSlotsAcross = kTogether / kLanes;
-  // Registers of a value at once.
+  // Registers of a value at once, and the queries whose sums are in registers then.
   static constexpr int64_t kValue = kDim % (4 * kLanes) == 0 ? 4 : kDim % (3 * kLanes) == 0 ? 3 : 2;
+  static constexpr int64_t kSums = kLanes == 16 ? 4 : 2;
   const int64_t dim;
   const float scaling;
-  T near[kRoom / kWidth * kTogether * kWidth];
-  T query[kQueries][kRoom] = {};
+  T query[kQueries][kRoom];
 
   Many(int64_t dim, float scaling) : dim(dim), scaling(scaling) {}
 
   int64_t bytes() const { return (kDim ? kDim : dim) * int64_t(sizeof(T)); }
 
-  void hold(int64_t i, const T* source) { memcpy(query[i], source, bytes()); }
+  void hold(int64_t i, const T* source) {
+    memcpy(query[i], source, bytes());
+    if (bytes() % 4) query[i][dim] = T{};  // the rest of a pair
+  }
+  // Zeros in place of queries from `i` on that others are met with.
+  void hold_none(int64_t i) { memset(query[i], 0, (kQueries - i) % 8 * sizeof query[i]); }
 
   void weigh(const T* const* keys, const Seen& seen, int64_t j) {
+    T near[kRoom * kTogether];
     for (int64_t k = 0; k < kTogether; k++)
-      for (int64_t at = 0; at < bytes(); at += 64) __builtin_prefetch((const char*)keys[k + kTogether] + at);
+      for (int64_t at = 0; at < bytes(); at += 64)
+        __builtin_prefetch((const char*)keys[k + kTogether] + at);
     for (int64_t group = 0; group < kSlotsAcross; group++)
       for (int64_t at = 0; at < bytes(); at += kBytes) {
         Lanes x[kLanes] = {};
@@ -226,42 +241,49 @@ struct Many {
         for (int k = 0; k < kLanes; k++)
           memcpy(near + ((at / 4 + k) * kSlotsAcross + group) * kLanes * kWidth, &x[k], sizeof x[k]);
       }
-    for (int64_t i = 0; i < seen.count; i += kMeet) meet_keys(i, seen.weights, j);
+    for (int64_t i = 0; i < seen.count;) {
+      const int64_t left = seen.count - i;
+      if (left > 4 && kLanes == 16)
+        meet_keys<8>(near, i, seen.weights, j), i += 8;
+      else if (left > 1)
+        meet_keys<4>(near, i, seen.weights, j), i += 4;
+      else
+        meet_keys<1>(near, i, seen.weights, j), i++;
+    }
   }
 
-  void meet_keys(int64_t i, float (*to)[kSlots], int64_t j) const {
-    meet<T, kMeet, kSlotsAcross>(
+  template <int64_t kRows>
+  void meet_keys(const T* near, int64_t i, float (*to)[kSlots], int64_t j) const {
+    meet<T, kRows, kSlotsAcross>(
         query[i], kRoom, near, kSlotsAcross * kLanes * kWidth, (bytes() + 3) / 4,
         [](int64_t, int64_t) { return Lanes{}; },
         [&](int64_t k, int64_t r, Lanes sum) { store(sum * scaling, to[i + k] + j + r * kLanes); });
   }
 
   void gather(const T* const* values, int64_t value_dim, const Seen& seen, int64_t j, float (*sums)[kRoom]) {
-    constexpr int64_t kAtOnce = kLanes == 16 ? 4 : 2;
+    T near[kRoom * kTogether];
     for (int64_t k = 0; k < kTogether; k += kWidth)
       for (int64_t d = 0; d < kDim; d += kLanes) lay(values + k, d, near + k * kDim + d * kWidth);
     for (int64_t i = 0; i < seen.count;) {
-      bool all = kDim && i + kAtOnce <= seen.count;
-      for (int64_t k = i; all && k < i + kAtOnce; k++)
-        all = seen.low(k, j) == 0 && seen.high(k, j) == kTogether;
-      if (!all) {
-        add_seen<kDim>(seen, i, j, values, value_dim, sums[i]);
-        i++;
-        continue;
-      }
-      meet_values<kAtOnce>(seen.weights + i, j, sums + i);
-      i += kAtOnce;
+      int64_t all = 0;
+      while (kDim && all < kSums && i + all < seen.count && seen.all(i + all, j)) all++;
+      if (all == kSums)
+        meet_values<kSums>(near, seen.weights + i, j, sums + i), i += kSums;
+      else if (all > 0)
+        meet_values<1>(near, seen.weights + i, j, sums + i), i++;
+      else
+        add_seen<kDim>(seen, i, j, values, value_dim, sums[i]), i++;
     }
   }
 
-  template <int64_t kAtOnce>
-  void meet_values(const float (*weights)[kSlots], int64_t j, float (*sums)[kRoom]) const {
-    T narrowed[kAtOnce][kTogether];
-    for (int64_t k = 0; k < kAtOnce; k++)
+  template <int64_t kRows>
+  void meet_values(const T* near, const float (*weights)[kSlots], int64_t j, float (*sums)[kRoom]) const {
+    T narrowed[kRows][kTogether];
+    for (int64_t k = 0; k < kRows; k++)
       for (int64_t at = 0; at < kTogether; at += kLanes) store(load(weights[k] + j + at), narrowed[k] + at);
     for (int64_t d = 0; d < kDim; d += kValue * kLanes) {
       const auto sums_at = [&](int64_t k, int64_t r) { return sums[k] + d + r * kLanes; };
-      meet<T, kAtOnce, kValue>(
+      meet<T, kRows, kValue>(
           narrowed[0], kTogether, near + d * kWidth, kDim * kWidth, kTogether / kWidth,
           [&](int64_t k, int64_t r) { return load(sums_at(k, r)); },
           [&](int64_t k, int64_t r, Lanes sum) { store(sum, sums_at(k, r)); });
@@ -294,6 +316,7 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
     if (p.chunked) from[i] = (to[i] - 1) / p.window * p.window;
     least = from[i] < least ? from[i] : least, most = to[i] > most ? to[i] : most;
   }
+  queries.hold_none(count);
   const int64_t* table = p.rows.tables + row * p.rows.table_width;
   const int64_t key_stride = p.kv_heads * key_dim, value_stride = p.kv_heads * value_dim;
   const int64_t size = p.rows.block_size;
@@ -380,14 +403,15 @@ bool attend(const Pass<T>& p, int64_t longest, int threads) {
   const Rows& rows = p.rows;
   for (int64_t row = 0; p.key && row < rows.num_rows; row++)
     if (!keep_row(p, row, rows.begins[row], rows.lengths[row])) return false;
-  const int64_t queries = rows.longest_row * (p.heads / p.kv_heads), blocks = (queries + kFew - 1) / kFew;
-  each(blocks * rows.num_rows * p.kv_heads, threads, [&](int64_t item) {
-    const int64_t kv_head = item % p.kv_heads, row = item / p.kv_heads % rows.num_rows;
-    const int64_t block = item / (p.kv_heads * rows.num_rows);
-    if (rows.lengths[row] <= longest)
-      attend_block<T, Few>(p, row, kv_head, block);
-    else
+  const int64_t queries = rows.longest_row * (p.heads / p.kv_heads);
+  const int64_t shares = rows.num_rows * p.kv_heads;
+  each((queries + kFew - 1) / kFew * shares, threads, [&](int64_t item) {
+    const int64_t row = item / p.kv_heads % rows.num_rows, kv_head = item % p.kv_heads, block = item / shares;
+    // For one query keys that lie across pay where the processor multiplies pairs alone.
+    if (Step<T>::kPairs || rows.lengths[row] > longest)
       attend_block<T, Many>(p, row, kv_head, block);
+    else
+      attend_block<T, Few>(p, row, kv_head, block);
   });
   return true;
 }

@@ -81,7 +81,7 @@ def test_the_compiled_kernel_knows_every_width(dim: int, options: dict) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype, atol", [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
-@pytest.mark.parametrize("dim", [40, 64, 96])
+@pytest.mark.parametrize("dim", [35, 64, 96, 256])
 def test_nothing_reaches_a_query_of_a_long_row_that_it_does_not_see(
     dtype: torch.dtype, atol: float, dim: int
 ) -> None:
