@@ -16,7 +16,6 @@ from draftsmith.lock import bind, sigterm_ends
 from draftsmith.progress import set_up_logging
 from draftsmith.record import Sink
 from draftsmith.serve.config import ServeConfig
-from draftsmith.serve.config_checks import check
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.engine.loop import EngineLoop
 from draftsmith.serve.http.server import Server
@@ -33,7 +32,6 @@ log = logging.getLogger(__name__)
 def run(config: ServeConfig, make_sink: MakeSink) -> int:
     """`make_sink` is called when the config asks to learn; this package cannot store records."""
     set_up_logging(config.log_format)
-    check(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     listener = bind(config.host, config.port)

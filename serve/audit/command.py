@@ -20,11 +20,9 @@ from dataclasses import replace
 import httpx
 import torch
 
-from draftsmith.config import check_limits
 from draftsmith.errors import UserError
-from draftsmith.files import check_file, write_json
+from draftsmith.files import write_json
 from draftsmith.progress import say
-from draftsmith.prompts.suites import check_suite
 from draftsmith.serve.audit.client import AuditClient, AuditCounters
 from draftsmith.serve.audit.config import AuditConfig
 from draftsmith.serve.audit.greedy import greedy_checks, together_checks
@@ -55,7 +53,13 @@ MOST_TIMES = 30  # the most times as many samples that an audit is advised to dr
 
 def run(config: AuditConfig, audit_buffer: AuditBuffer | None = None) -> int:
     """`audit_buffer` is called when the config names a buffer; this package cannot read records."""
-    check(config)
+    if config.device.partition(":")[0] not in DEVICES or (
+        config.device != "cpu" and not torch.cuda.is_available()
+    ):
+        raise UserError(
+            f"device {config.device!r} cannot be used here; give cpu, or cuda where there is a "
+            "CUDA device"
+        )
     if config.buffer is not None and audit_buffer is None:
         raise UserError(
             f"buffer is {config.buffer!r}, but nothing reads records here; run `draftsmith audit`"
@@ -72,31 +76,6 @@ def run(config: AuditConfig, audit_buffer: AuditBuffer | None = None) -> int:
     if config.out:
         write_json(config.out, [report.to_dict() for report in reports])
     return 0 if all(report.verdict == "lossless" for report in reports) else 1
-
-
-def check(config: AuditConfig) -> None:
-    if not config.kernels and config.url is None and config.buffer is None:
-        raise UserError(
-            "nothing to audit; give --kernels, or --url with the address of a server, or --buffer "
-            "with the folder of its records"
-        )
-    check_limits(config)
-    check_file(config.out, "out")
-    check_suite(config, ("prompt",))
-    if config.suite is not None and config.url is None:
-        raise UserError("a suite is asked of a server; give --url, too")
-    if config.device.partition(":")[0] not in DEVICES or (
-        config.device != "cpu" and not torch.cuda.is_available()
-    ):
-        raise UserError(
-            f"device {config.device!r} cannot be used here; give cpu, or cuda where there is a "
-            "CUDA device"
-        )
-    if config.compare_url is not None and config.url is None:
-        raise UserError(
-            f"compare_url is {config.compare_url!r}, but no server is compared with it; give "
-            "--url, too"
-        )
 
 
 def audit_server(

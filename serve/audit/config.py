@@ -1,13 +1,24 @@
-"""Options of `draftsmith audit`. Torch-free."""
+"""Options of `draftsmith audit`, and what is wrong with them alone. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from draftsmith.client import API_KEY_HELP
-from draftsmith.config import AT_LEAST_1, INSIDE, NOT_NEGATIVE, PART, SECONDS, SHARE, option
+from draftsmith.config import (
+    AT_LEAST_1,
+    INSIDE,
+    NOT_NEGATIVE,
+    PART,
+    SECONDS,
+    SHARE,
+    check_limits,
+    option,
+)
 from draftsmith.drafters.config import TRUST_HELP
-from draftsmith.prompts.suites import SuiteOptions
+from draftsmith.errors import UserError
+from draftsmith.files import check_file
+from draftsmith.prompts.suites import SuiteOptions, check_suite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +100,21 @@ class AuditConfig(SuiteOptions):
         0, "of the audit's own draws and of the sampled requests", limits=NOT_NEGATIVE
     )
     out: str | None = option(None, "write the report here as JSON")
+
+
+def check(config: AuditConfig) -> None:
+    if not config.kernels and config.url is None and config.buffer is None:
+        raise UserError(
+            "nothing to audit; give --kernels, or --url with the address of a server, or --buffer "
+            "with the folder of its records"
+        )
+    check_limits(config)
+    check_file(config.out, "out")
+    check_suite(config, ("prompt",))
+    if config.suite is not None and config.url is None:
+        raise UserError("a suite is asked of a server; give --url, too")
+    if config.compare_url is not None and config.url is None:
+        raise UserError(
+            f"compare_url is {config.compare_url!r}, but no server is compared with it; give "
+            "--url, too"
+        )

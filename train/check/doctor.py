@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.config import check_draft_options
+from draftsmith.drafters.layouts.hub import check_named
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.progress import say_loading
@@ -64,7 +65,12 @@ def check_options(config: DoctorConfig) -> None:
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """All findings. A server is asked without loading a model."""
+    """All findings. A server is asked without loading a model, and a target looked for without
+    torch, which takes seconds to import."""
+    try:
+        check_named(replace(config, draft=None))
+    except UserError as error:
+        return [refused("target.loads", error)]
     say_loading()
     if config.url is not None:
         from draftsmith.train.check.server import check_server

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from draftsmith.progress import factor
-from draftsmith.serve.audit.config import AuditConfig
+from draftsmith.serve.audit.config import AuditConfig, check
 
 if TYPE_CHECKING:
     from draftsmith.distill.monitor.monitor import EvidenceStream, Look
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 
 def run(config: AuditConfig) -> int:
+    from draftsmith.serve.audit.client import AuditClient  # not for the options
+
+    # Before torch, which takes seconds to import.
+    check(config)
+    for url in filter(None, (config.url, config.compare_url)):
+        AuditClient.connect(config, url).http.close()
     from draftsmith.serve.audit.command import run as audit
 
     return audit(config, audit_buffer)

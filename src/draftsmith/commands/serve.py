@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from draftsmith.serve.config import ServeConfig
+from draftsmith.serve.config_checks import check
 
 if TYPE_CHECKING:
     from draftsmith.drafters.target.target import Target
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(config: ServeConfig) -> int:
+    check(config)  # before torch, which takes seconds to import
     from draftsmith.serve.command import run as serve
 
     return serve(config, make_sink)

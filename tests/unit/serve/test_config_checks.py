@@ -13,9 +13,8 @@ from draftsmith.commands.arguments import collect, parse, parser_for
 from draftsmith.config import build
 from draftsmith.drafters.target.device import device_of
 from draftsmith.errors import UserError
-from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
-from draftsmith.serve.config_checks import check_engine
+from draftsmith.serve.config_checks import check, check_engine
 
 NAN = float("nan")
 RECIPES = Path(__file__).parents[3] / "recipes" / "serve"

@@ -16,8 +16,8 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import shared_tokens
 from draftsmith.errors import UserError
 from draftsmith.serve.api import Engine as PythonEngine
-from draftsmith.serve.command import check
 from draftsmith.serve.config import EngineConfig, ServeConfig
+from draftsmith.serve.config_checks import check
 from draftsmith.serve.engine.build import build_engine
 from draftsmith.serve.engine.engine import EngineCore
 from draftsmith.serve.load import load_drafter
