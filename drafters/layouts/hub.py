@@ -15,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, Repository
 from huggingface_hub.file_download import get_hf_file_metadata, repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 
+from draftsmith.drafters.config import named_folders
 from draftsmith.drafters.layouts import demo
 from draftsmith.errors import UserError, first_line
 from draftsmith.progress import say
@@ -32,8 +33,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "
 
 
 def check_named(options: Any) -> None:
-    """Raises `UserError` for a target or draft of a command's options that is nowhere, where no
-    `url` serves them. Torch-free, for a refusal at once."""
+    """Raises `UserError` for a target, draft, adapter or folder of answers of a command's options
+    that is nowhere, where no `url` serves them. Torch-free, for a refusal at once."""
     if getattr(options, "url", None) is not None:
         return
     target, draft = getattr(options, "target", None), getattr(options, "draft", None)
@@ -41,6 +42,11 @@ def check_named(options: Any) -> None:
         ask_hub(split_revision(target)[0])
     if isinstance(draft, str):
         ask_hub(draft, "draft")
+    for adapter in named_folders(getattr(options, "lora", None) or ()).values():
+        ask_hub(adapter, "LoRA adapter")
+    answers = getattr(options, "suffix_answers", None)
+    if answers not in (None, demo.NAME) and not os.path.isdir(answers):
+        raise UserError(f"there is no folder {answers!r}; check the path of the answers")
 
 
 def ask_hub(path: str | Path, what: str = "model") -> None:

@@ -216,6 +216,8 @@ cli.main(["eval", "t", "--draft", "d"])
 cli.main(["train", "eagle3", "t", "--data", "no/such", "--out", "o"])
 for words in ("serve ./no", "bench ./no", "plan no.gguf", "eval . draft=./no suite=spec-bench"):
     cli.main(words.split())
+for words in ("serve . --lora sql=./no", "bench . --suffix --suffix-answers ./no"):
+    cli.main(words.split())
 for words in ("doctor ./no", "audit", "audit url=http://127.0.0.1:9", "serve . k=99"):
     cli.main(words.split())
 sys.exit("torch" in sys.modules)
@@ -223,10 +225,10 @@ sys.exit("torch" in sys.modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     missing, wrong, *others = done.stderr.strip().split("\n")
     assert "'data' is not given" in missing and "'no/such' is not a folder" in wrong
-    assert all("check the path" in line for line in [*others[1:8:2], done.stdout])
-    for line, said in zip(others[9::2], ("nothing to audit", "check the URL", "'k' is 99")):
+    assert all("check the path" in line for line in [*others[1:12:2], done.stdout])
+    for line, said in zip(others[13::2], ("nothing to audit", "check the URL", "'k' is 99")):
         assert said in line
-    assert len(others) == 14 and done.returncode == 0
+    assert len(others) == 18 and done.returncode == 0
 
 
 if __name__ == "__main__":
