@@ -55,6 +55,12 @@ def run(config: ChatConfig) -> int:
             ) from error
         # Another server may refuse a field of ours.
         is_ours = any(one.get("owned_by") == "draftsmith" for one in listed)
+        names = [str(one.get("id")) for one in listed]
+        if names and model not in names:
+            told = f"{url} serves {', '.join(names)}, not {model!r}"
+            if is_ours:
+                raise UserError(f"{told}; give one of its names as --model")
+            print(f"{told}; it may answer all the same")
         extra: dict[str, Any] = {"speculation": {"report": True}} if is_ours else {}
         sampling = {"max_tokens": config.max_tokens, "temperature": config.temperature}
         extra |= {name: value for name, value in sampling.items() if value is not None}

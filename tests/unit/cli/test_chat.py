@@ -177,12 +177,24 @@ def test_only_the_sampling_that_is_given_is_sent(
 
 @pytest.mark.parametrize("listed", [None, ["m"], [3, {"id": "m"}]])
 def test_a_model_that_is_given_need_not_be_listed(
-    listed: Any, monkeypatch: pytest.MonkeyPatch
+    listed: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = Server()
     server.listed = listed
     assert talk(server, monkeypatch, "one", options=["--model", "other"]) == 0
     assert server.asked[0]["model"] == "other"
+    told = "http://stand-in serves m, not 'other'; it may" in capsys.readouterr().out
+    assert told == (listed == [3, {"id": "m"}])
+
+
+def test_a_model_that_our_server_has_not_is_refused_before_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server("draftsmith")
+    assert talk(server, monkeypatch, "one", options=["--model", "other"]) == 2
+    assert server.asked == []
+    said = "http://stand-in serves m, not 'other'; give one of its names as --model"
+    assert capsys.readouterr().err == f"draftsmith: error: {said}\n"
 
 
 def test_a_server_that_lists_none_is_one_sentence(
