@@ -51,7 +51,7 @@ TOGETHER = "all tokens together"
 MOST_TIMES = 30  # the most times as many samples that an audit is advised to draw
 
 
-def run(config: AuditConfig, audit_buffer: AuditBuffer | None = None) -> int:
+def run(config: AuditConfig, audit_buffer: AuditBuffer) -> int:
     """`audit_buffer` is called when the config names a buffer; this package cannot read records."""
     if config.device.partition(":")[0] not in DEVICES or (
         config.device != "cpu" and not torch.cuda.is_available()
@@ -60,16 +60,12 @@ def run(config: AuditConfig, audit_buffer: AuditBuffer | None = None) -> int:
             f"device {config.device!r} cannot be used here; give cpu, or cuda where there is a "
             "CUDA device"
         )
-    if config.buffer is not None and audit_buffer is None:
-        raise UserError(
-            f"buffer is {config.buffer!r}, but nothing reads records here; run `draftsmith audit`"
-        )
     reports: list[Report] = []
     if config.kernels:
         reports.append(audit_kernels(config))
     if config.url is not None:
         reports.append(audit_server(config))
-    if config.buffer is not None and audit_buffer is not None:
+    if config.buffer is not None:
         reports.append(audit_buffer(config))
     for report in reports:
         print("\n".join(report.lines()))

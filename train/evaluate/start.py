@@ -14,18 +14,14 @@ from draftsmith.train.data.folders import check_folders, folders_of
 
 
 def run(config: EvalConfig) -> int:
-    check(config)
+    check_options(config)
+    check_folders(config.data)
+    check_result(config.out, "out")
     say_loading()
     check_named(config)
     from draftsmith.train.evaluate.command import run as evaluate
 
     return evaluate(config)
-
-
-def check(config: EvalConfig) -> None:
-    check_options(config)
-    check_folders(config.data)
-    check_result(config.out, "out")
 
 
 def check_options(config: EvalConfig) -> None:
