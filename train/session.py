@@ -70,6 +70,13 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
         trainer.add_callback(callback)
     newest = open_folder(config, material, trainer)
     keep_time(trainer, newest)
+    if newest is not None and is_finished(config, trainer, newest):
+        if trainer.is_world_process_zero():
+            print(
+                f"{config.out} holds this training, finished after {newest.step} steps; its "
+                "figures are in metrics.jsonl and curves.png there; eval measures it again"
+            )
+        return
     trainer.train(resume_from_checkpoint=None if newest is None else str(newest.path))
     finish(config, trainer, material)
 
@@ -246,6 +253,15 @@ def keep_time(trainer: DraftTrainer, newest: Checkpoint | None) -> None:
     trainer.clock.keep(kept_s or trainer.held_out.expected_s(trainer.model.drafter))
     if newest is not None and trainer.clock.out_of_time():
         trainer.args.max_steps = newest.step
+
+
+def is_finished(config: TrainConfig, trainer: DraftTrainer, newest: Checkpoint) -> bool:
+    """True where the same options have left nothing to train, to measure and to save."""
+    before = checkpoint.training_of(config.out).get("config", {})
+    is_same = resolve.flat(before) == resolve.flat(asdict(config))
+    metrics, step = RunFolder(config.out).metrics, newest.step
+    is_measured = not trainer.held_out.sequences or is_evaluated(metrics, step)
+    return is_same and is_measured and step >= trainer.args.max_steps
 
 
 def finish(config: TrainConfig, trainer: DraftTrainer, material: Material) -> None:

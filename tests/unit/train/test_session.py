@@ -78,6 +78,15 @@ def test_a_short_run_ends_with_the_figures_of_its_last_steps(configure, capsys):
     assert record["evaluation"] == [] and record["training"]["kept_step"] == 3
 
 
+def test_a_finished_run_says_so_and_is_measured_again_for_other_figures_alone(configure, capsys):
+    run(config := configure(steps=2, eval_prompts=2, eval_tokens=4))
+    for tokens, told in ((4, "holds this training, finished after 2 steps"), (5, "held out after")):
+        capsys.readouterr()
+        run(replace(config, eval_tokens=tokens))
+        shown = capsys.readouterr()
+        assert told in shown.out and ("evaluate:" in shown.err) == (tokens == 5)
+
+
 def test_a_run_killed_in_its_last_evaluation_has_its_figures_once_resumed(configure):
     config = configure(steps=2, eval_prompts=2, eval_tokens=4)
     run(config)
