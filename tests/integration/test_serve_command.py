@@ -121,6 +121,7 @@ def test_sigterm_tells_those_who_do_not_finish_and_those_who_come(target_folder:
     assert json.loads(events[-2][6:])["error"]["code"] == "shutting_down"
     assert events[-1] == "data: [DONE]"
     assert "Traceback" not in told and "rror" not in told
+    assert told.count("stopping: requests that run get 1 s to finish") == 1
 
 
 def test_clients_close_their_connections_before_the_server_does() -> None:
