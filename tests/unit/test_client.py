@@ -113,3 +113,9 @@ def test_a_benchmark_goes_on_where_a_server_closes_its_connections(
         return [answer.num_tokens for answer in result.answers]
 
     assert asyncio.run(measure()) == [1, 1, 1, 1]
+
+
+def test_a_server_that_hangs_up_at_its_metrics_has_none(closing: Callable[[int], Closing]) -> None:
+    server = closing(0)
+    client = Client(server.url, api_key=None, timeout_s=10)
+    assert not asyncio.run(client.scrape()).counters and server.requests == 1
