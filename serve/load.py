@@ -55,7 +55,7 @@ def load_engine(
 ) -> LoadedEngine:
     """The engine that the options name, not warmed up. `make_sink` is called when they ask to
     learn; `drafter` takes the place of their draft."""
-    adapters = load_adapters(config, target)
+    adapters = Adapters.load(target, named_folders(config.lora)) if config.lora else None
     draft = load_drafter(config, target, drafter)
     learns = config.learn is not None
     sink = make_sink(config, target) if learns and make_sink is not None else None
@@ -72,10 +72,6 @@ def load_engine(
         )
         unless_built.pop_all()
     return LoadedEngine(engine, draft, sink)
-
-
-def load_adapters(config: ServeConfig, target: Target) -> Adapters | None:
-    return Adapters.load(target, named_folders(config.lora)) if config.lora else None
 
 
 class LoadedDraft(NamedTuple):

@@ -190,7 +190,7 @@ def depths_of(samples: Sequence[Samples], k: int | None) -> Depths:
     reports = [report for each in samples for report in each.reports]
     if not reports or any(report is None or "per_step_begin" not in report for report in reports):
         return Depths(
-            [[unknown_depths(len(tokens)) for tokens in each.tokens] for each in samples],
+            [[[UNDRAFTED] + [UNKNOWN] * (len(one) - 1) for one in each.tokens] for each in samples],
             reported=False,
         )
     nested = [
@@ -240,10 +240,6 @@ def reported_depths(report: dict[str, Any], count: int, k: int | None = None) ->
             if begin + step < count:
                 depths[begin + step] = step + 1 if step < deepest else BONUS
     return depths
-
-
-def unknown_depths(count: int) -> list[int]:
-    return [UNDRAFTED] + [UNKNOWN] * (count - 1)
 
 
 def depth_shares(drafts: int, accepted: Sequence[int], num_tokens: int) -> dict[int, float]:

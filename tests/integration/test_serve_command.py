@@ -145,8 +145,6 @@ def assert_one_sentence(capsys: pytest.CaptureFixture, *words: str) -> None:
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--target", "/nowhere/at/all"], ["/nowhere/at/all"]),
-    (["--target", "{llama}", "--draft", "/nowhere/draft"], ["/nowhere/draft"]),
     (["--target", "{llama}", "--suffix", "--draft", "{llama}", "--learn", "y"], ["suffix"]),
     (["--target", "{llama}", "--versions", "{empty}"], ["no version"]),
     (["--target", "{llama}", "--max-length", "9999"], ["9999"]),
@@ -195,7 +193,6 @@ def test_bench_starts_a_server_and_compares_off_with_on(
     (["--url", "http://127.0.0.1:9", "--modes", "sideways"], ["sideways"]),
     (["--url", "http://127.0.0.1:9", "--draft", "x"], ["draft is for a server started here"]),
     (["--target", ".", "--heterogeneous-vocab"], ["heterogeneous_vocab is given without a draft"]),
-    (["--target", "/nowhere/at/all"], ["/nowhere/at/all"]),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_one_sentence(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture

@@ -95,7 +95,12 @@ def copy_pictures(source: ExportSource, folder: Path) -> None:
 def check_options(config: ExportConfig) -> None:
     check_limits(config)
     if config.push is not None:
-        check_repository(config.push)
+        try:
+            validate_repo_id(config.push)
+        except HFValidationError as error:
+            raise UserError(
+                f"{config.push!r} is not a Hub repository name; give --push user/repo"
+            ) from error
     if config.with_target and config.to not in HOLD_TARGET:
         raise UserError(
             f"--with-target is for {' and '.join(HOLD_TARGET)}; for {config.to} leave it out, the "
@@ -181,13 +186,6 @@ def check_out(out: Path, source: ExportSource) -> None:
 # An upload that the storage refuses comes as a RuntimeError, one that the Hub's answers make no
 # sense of as a ValueError.
 FAILURES = (*hub.FAILURES, RuntimeError, ValueError)
-
-
-def check_repository(name: str) -> None:
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise UserError(f"{name!r} is not a Hub repository name; give --push user/repo") from error
 
 
 def push(folder: Path, repository: str, *, private: bool, message: str) -> str:
