@@ -118,7 +118,8 @@ def audit_server(
     checks += [] if config.k == 0 and not client.controls_rounds else speculated(offered)
     remarks = notes(config, distributions, plain, depths, offered)
     remarks += [NOTHING_PLANTED] if samples and not known else []
-    return Report(f"{config.url} ({client.model})", config.false_alarm, checks, remarks)
+    subject = f"{config.url} ({client.model})"
+    return Report(subject, config.false_alarm, checks, remarks, greedy_only=not samples)
 
 
 def notes(

@@ -36,6 +36,7 @@ class Report:
     false_alarm: float
     checks: Sequence[Check]
     notes: Sequence[str] = ()
+    greedy_only: bool = False  # no sampled text was there to test
 
     @property
     def verdict(self) -> Verdict:
@@ -65,7 +66,8 @@ class Report:
             "lossless": (
                 "LOSSLESS: every check held and every control was caught (false alarm "
                 f"{self.false_alarm:g} over all)"
-            ),
+            )
+            + ("; of greedy text alone, sampled text was not tested" if self.greedy_only else ""),
             "lossy": f"LOSSY: {broken}",
             "powerless": (
                 "NO VERDICT: no distribution is broken, but checks lack power or controls were not "

@@ -182,7 +182,15 @@ def test_the_audit_of_a_buffer_is_lossless_and_leaves_no_mark(
     assert [check["name"] for check in report["checks"]] == ["all", "version 7"]
     assert abs(report["checks"][0]["evidence"]["z"]["accepted"]) < 4
     assert sorted(path.name for path in Path(folder).iterdir()) == before
-    assert "LOSSLESS" in capsys.readouterr().out
+    assert "LOSSLESS" in (told := capsys.readouterr().out) and "not tested" not in told
+
+
+def test_the_audit_of_greedy_records_says_that_sampled_text_was_not_tested(
+    buffer: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = buffer(lambda one: one if one.temperature == 0 else replace(one, rule=""))
+    status, report = audit(folder, tmp_path)
+    assert status == 0 and "greedy text alone, sampled text was not tested" in report["sentence"]
 
 
 def test_the_audit_of_a_buffer_of_several_names_the_engine_that_is_wrong(

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from draftsmith.distill.monitor.monitor import EvidenceStream, Look
     from draftsmith.serve.audit.report import Check, Report
 
+DECIDED = ("accepted", "emitted")  # by verification; greedy text leaves nothing to chance
+
 
 def run(config: AuditConfig) -> int:
     from draftsmith.serve.audit.client import AuditClient  # not for the options
@@ -35,7 +37,9 @@ def audit_buffer(config: AuditConfig) -> Report:
     found = look(config.buffer, false_alarm=config.false_alarm)
     streams = found.monitor.named()
     checks = [check_of(name, stream, config) for name, stream in streams.items()]
-    return Report(f"the records in {config.buffer}", config.false_alarm, checks, notes_of(found))
+    subject, notes = f"the records in {config.buffer}", notes_of(found)
+    sampled = any(found.monitor.everything.counts[event].count for event in DECIDED)
+    return Report(subject, config.false_alarm, checks, notes, greedy_only=not sampled)
 
 
 def check_of(name: str, stream: EvidenceStream, config: AuditConfig) -> Check:
@@ -47,8 +51,7 @@ def check_of(name: str, stream: EvidenceStream, config: AuditConfig) -> Check:
     passed = stream.log_evidence < stream.log_level(config.false_alarm)
     sampled = {event: one for event, one in stream.counts.items() if one.count}
     smallest = {event: stream.visible(event, config.false_alarm) for event in sampled}
-    # What verification decides; greedy text leaves nothing to chance.
-    decided = [smallest[event] for event in ("accepted", "emitted") if event in smallest]
+    decided = [smallest[event] for event in DECIDED if event in smallest]
     least = min(decided, default=0.0 if stream.greedy else 1.0)
     said = sentence(name, stream).partition(": ")[2] or "no sampled positions"
     if stream.greedy:
