@@ -249,11 +249,13 @@ class PlanConfig:
         (), "families to plan [default: that of the recipe, or all]", choices=FAMILIES
     )
     recipe: str | None = option(
-        None, "recipe of `train` whose batch, unroll and shape are planned; its length is not"
+        None, "recipe of `train` whose batch, unroll, shape and epochs are planned"
     )
     answers: int = option(50000, "answers to train on, where no data is given", limits=AT_LEAST_1)
     tokens: int = option(512, "tokens of an answer, where no data is given", limits=AT_LEAST_1)
-    epochs: float = option(1.0, "passes over the data", limits=POSITIVE)
+    epochs: float | None = option(
+        None, "passes over the data [default: the recipe's, or 1]", limits=POSITIVE
+    )
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     trust_remote_code: bool = option(False, TRUST_HELP)
     json: bool = option(False, "print JSON instead of a table")

@@ -104,10 +104,18 @@ def num_tokens(config: PlanConfig, target: Target) -> int:
     return mixture.tokens_per_epoch()
 
 
+def recipe_of(config: PlanConfig) -> dict[str, Any]:
+    return {} if config.recipe is None else read_yaml(config.recipe)
+
+
+def epochs_of(config: PlanConfig) -> float:
+    return config.epochs or recipe_of(config).get("epochs") or 1.0
+
+
 def families_of(config: PlanConfig) -> tuple[str, ...]:
     if config.families or config.recipe is None:
         return config.families or TRAINED
-    family = read_yaml(config.recipe).get("family")
+    family = recipe_of(config).get("family")
     if family is None:
         raise UserError(f"recipe {config.recipe!r} names no family; give one of --families")
     return (family,)
@@ -115,7 +123,6 @@ def families_of(config: PlanConfig) -> tuple[str, ...]:
 
 def training(config: PlanConfig, family: str) -> TrainConfig:
     """Options of the run: those of the recipe."""
-    recipe = {} if config.recipe is None else read_yaml(config.recipe)
     own = {
         "family": family,
         "target": config.target,
@@ -123,7 +130,7 @@ def training(config: PlanConfig, family: str) -> TrainConfig:
         "data": config.data or ("DATA",),
         "out": "DRAFT",
     }
-    train = build(TrainConfig, merge(recipe, own))
+    train = build(TrainConfig, merge(recipe_of(config), own))
     check_options(train)
     return train
 
@@ -147,7 +154,7 @@ def planned(
         parameters=trained,
         tokens_per_s=tokens_per_s,
         target_share=target_share,
-        hours=tokens * config.epochs / tokens_per_s / 3600,
+        hours=tokens * epochs_of(config) / tokens_per_s / 3600,
         memory_bytes=parts_of(target.model).on_device(offload=offload) + TRAINED_BYTES * trained,
         too_large=f"training {family} is too large: {fits.what}; {fits.mend}" if fits.mend else "",
     )
@@ -194,10 +201,10 @@ def seconds(work: Callable[[], torch.Tensor], show: Callable[[], None]) -> float
 
 def give(config: PlanConfig, drafts: list[Planned]) -> list[str]:
     """Commands of the run with the first draft, and what makes it faster or possible."""
-    first, data = drafts[0], " ".join(config.data) or "DATA"
+    first, data, epochs = drafts[0], " ".join(config.data) or "DATA", epochs_of(config)
     words = [
         f"draftsmith train {first.family} {quote(config.target)} --data {data} --out DRAFT",
-        f"--epochs {config.epochs:g}",
+        f"--epochs {epochs:g}",
         *(["--target-offload", config.target_offload] if config.target_offload else []),
         *([config.recipe] if config.recipe else []),
     ]
@@ -205,7 +212,7 @@ def give(config: PlanConfig, drafts: list[Planned]) -> list[str]:
     if not config.data:
         generate = f"draftsmith generate {quote(config.target)} --prompts PROMPTS --out DATA"
         lines.insert(0, generate)
-    if first.target_share > STORED_PAYS and config.epochs > 1:
+    if first.target_share > STORED_PAYS and epochs > 1:
         lines.append(
             f"the target takes {first.target_share:.0%} of a step: generate with --store-taps and "
             f"train with --teacher stored, to run it once for {config.epochs:g} epochs"

@@ -64,9 +64,13 @@ def test_a_reduced_vocabulary_is_planned_before_there_is_data(
 def test_what_is_to_be_given_is_a_command_of_train(planned: Planned, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "family: mtp\nbatch_size: 2\nmax_length: 16\nsteps: 3\nunroll: {steps: 2}\n"
+        "family: mtp\nbatch_size: 2\nmax_length: 16\nsteps: 3\nunroll: {steps: 2}\nepochs: 4\n"
         "draft: {intermediate_size: 32}\n"
     )
+    (draft,) = (found := planned("--recipe", str(recipe)))["drafts"]
+    assert " --epochs 4 " in found["give"][1]
+    whole_s = 4 * found["data"]["tokens"] / draft["tokens_per_s"]
+    assert draft["hours"] == pytest.approx(whole_s / 3600)
     found = planned("--recipe", str(recipe), "--epochs", "2")
     (draft,) = found["drafts"]
     assert draft["family"] == "mtp"
