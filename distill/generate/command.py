@@ -4,7 +4,7 @@ killed."""
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -38,13 +38,9 @@ from draftsmith.prompts.sources import check_source
 def run(config: GenerateOptions, new_answers: NewAnswers) -> int:
     check(config)
     check_source(config.prompts)  # before a model is loaded
-    with joined() as processes, _alone(config, processes):
+    # The first of several processes holds the folder for all.
+    with joined() as processes, folder_lock(config.out, LOCK) if processes.leads else nullcontext():
         return _run(config, new_answers, processes)
-
-
-def _alone(config: GenerateOptions, processes: Processes) -> AbstractContextManager[object]:
-    """Holds the folder, for all processes of a launcher."""
-    return folder_lock(config.out, LOCK) if processes.leads else nullcontext()
 
 
 def _run(config: GenerateOptions, new_answers: NewAnswers, processes: Processes) -> int:

@@ -145,11 +145,7 @@ def read_answer(endpoint: Completions, data: bytes, *, is_stream: bool) -> Obser
 def events(data: bytes) -> Iterator[dict[str, Any]]:
     """Bodies of server-sent events; comments and the closing mark are left out."""
     for event in BETWEEN.split(data):
-        payload = payload_of(event)
+        lines = [line[5:].strip() for line in ENDS.split(event) if line.startswith(b"data:")]
+        payload = b"\n".join(lines)
         if payload and payload != DONE:
             yield json.loads(payload)
-
-
-def payload_of(event: bytes) -> bytes:
-    lines = [line[5:].strip() for line in ENDS.split(event) if line.startswith(b"data:")]
-    return b"\n".join(lines)

@@ -98,7 +98,9 @@ class SwappedProposer:
             loaded = model.load_weights(self.own(tensors))
             finalize_layerwise_reload(model, self.model_config)
         if self.is_inside_target and isinstance(loaded, set):
-            check_loaded(model, loaded)
+            named = {name for name, one in model.named_parameters() if one.numel()}
+            if missing := sorted(named - loaded):
+                raise DraftRefused(f"no tensor of the version was loaded into {missing[0]!r}")
 
     def own(self, tensors: Named) -> Named:
         """Without the tables that the served draft shares with the target: they are never
@@ -278,12 +280,6 @@ def apart(compilation: Any) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             setattr(compilation, name, value)
-
-
-def check_loaded(model: torch.nn.Module, loaded: set[str]) -> None:
-    missing = sorted({name for name, one in model.named_parameters() if one.numel()} - loaded)
-    if missing:
-        raise DraftRefused(f"no tensor of the version was loaded into {missing[0]!r}")
 
 
 def local_folder(name: str, revision: str | None) -> Path:

@@ -113,7 +113,8 @@ def facts(
     """Label, text and mark of each."""
     stats, scheduler = engine.stats, engine.scheduler
     family = "no drafter" if engine.drafter is None else engine.drafter.family
-    yield "draft", f"{family} {stats.draft_version or '-'}, up {lasted(started_s)}", PLAIN
+    up = duration(max(0.0, time.time() - started_s))
+    yield "draft", f"{family} {stats.draft_version or '-'}, up {up}", PLAIN
     load = f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting, cache "
     yield "requests", f"{load}{100 * scheduler.blocks.usage:.0f} % full", PLAIN
     now = points[-1] if points else {"tokens_per_s": None, "tau": None, "alpha": []}
@@ -260,10 +261,6 @@ def number(value: Any, digits: int) -> str:
 
 def numbers(values: Sequence[float | None]) -> str:
     return " ".join(number(value, 2) for value in values) or "-"
-
-
-def lasted(since_s: float) -> str:
-    return duration(max(0.0, time.time() - since_s))
 
 
 def add_dashboard(app: FastAPI, source: Source) -> None:

@@ -19,7 +19,7 @@ from draftsmith.distill.buffer.buffer import BufferWriter
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.daemon import Daemon
 from draftsmith.distill.monitor.monitor import Monitor
-from draftsmith.distill.status import Status, StatusCollector
+from draftsmith.distill.status import StatusCollector
 from draftsmith.drafters import checkpoint
 from draftsmith.drafters.heads.eagle3 import Eagle3
 from draftsmith.drafters.interface import ServingDrafter
@@ -147,7 +147,9 @@ def test_the_learner_raises_an_alarm_once_and_shows_it(
     daemon.take_in()
     daemon.show()
     assert log.getvalue().count("ALARM: version 7 is not lossless") == 1
-    found = parse(generate_latest(registry_of(daemon.status)).decode())
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(daemon.status))
+    found = parse(generate_latest(registry).decode())
     assert found.total("draftsmith_learner_lossless_alarms") == 2
     assert found.total("draftsmith_learner_lossless_alarm") == 2
     ours = {"engine": "", "version": "7"}
@@ -158,12 +160,6 @@ def test_the_learner_raises_an_alarm_once_and_shows_it(
     restarted = daemon_of(tmp_path, target, folder, again)
     restarted.take_in()
     assert restarted.monitor == daemon.monitor and "ALARM" not in again.getvalue()
-
-
-def registry_of(status: Status) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(StatusCollector(status))
-    return registry
 
 
 def audit(folder: str, tmp_path: Path, *options: str) -> tuple[int, dict]:

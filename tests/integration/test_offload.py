@@ -109,11 +109,6 @@ def settings(target: str, data: Path, out: Path, **changes: Any) -> TrainConfig:
     return TrainConfig(**values | changes)
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.long
 def test_a_draft_learns_and_is_measured_as_by_a_target_in_memory(
     target_folder: str, data: Path, tmp_path: Path
@@ -121,7 +116,8 @@ def test_a_draft_learns_and_is_measured_as_by_a_target_in_memory(
     here = settings(target_folder, data, tmp_path / "here")
     run(here)
     run(replace(here, out=str(tmp_path / "there"), target_offload="disk"))
-    assert same_weights(tmp_path / "here", tmp_path / "there")
+    a, b = (load_file(tmp_path / one / "model.safetensors") for one in ("here", "there"))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     asked = EvalConfig(
         target=target_folder, draft=here.out, data=here.data, prompts=4, k=2, max_tokens=4,
         temperature=(1.0,), out=str(tmp_path / "here.json"),

@@ -37,12 +37,6 @@ def start(folder: Path, *changes: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def prompts_in(folder: Path) -> Path:
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"text {n}"}) + "\n" for n in range(8)))
-    return prompts
-
-
 def report_of(out: Path) -> str:
     """The report without the padding of its tables."""
     return re.sub(" +", " ", (out / "report.md").read_text())
@@ -53,7 +47,9 @@ def test_a_killed_pipeline_goes_on_where_it_was(
     tmp_path: Path, tiny_target: Callable[..., str]
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    changes = (f"target={tiny_target('llama')}", f"prompts={prompts_in(tmp_path)}")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"text {n}"}) + "\n" for n in range(8)))
+    changes = (f"target={tiny_target('llama')}", f"prompts={prompts}")
     process = start(tmp_path, *changes)
     whole, said = "out/draft/training/checkpoint-*/complete.json", process.communicate
     wait_until(lambda: list(tmp_path.glob(whole)), 600, process=process, said=lambda: said()[0])
