@@ -7,12 +7,16 @@ import json
 import logging
 import os
 import sys
+import threading
+import time
+from contextlib import suppress
 from datetime import datetime
 from typing import ClassVar
 from weakref import WeakSet
 
 LINE = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
 BAR = LINE.replace("{desc}:", "{l_bar}{bar}|")
+SILENT_S = 8.0  # after which a bar is shown again
 
 LOG_FORMATS = ("text", "json")
 # For processes that this one starts, whose lines stand in the same log.
@@ -146,6 +150,7 @@ class Progress:
     The ETA is measured from the work done since construction, so a resumed job gives `start`."""
 
     opened: ClassVar[WeakSet[Progress]] = WeakSet()
+    _again_s = 0.0
 
     def __init__(
         self, label: str, total: int, *, unit: str, start: int = 0, shows: bool = True
@@ -160,6 +165,20 @@ class Progress:
             **({"bar_format": BAR} if draws() else lines),
         )  # fmt: skip
         self.opened.add(self)
+        if len(self.opened) == 1:
+            threading.Thread(target=self.show_again, name="draftsmith-bars", daemon=True).start()
+
+    @classmethod
+    def show_again(cls) -> None:
+        """Shows bars whose next step takes long, while there are any: they are seen to go on."""
+        while cls.opened:
+            time.sleep(SILENT_S / 8)
+            with suppress(RuntimeError):  # one was opened or left just now
+                for one in list(cls.opened):
+                    now_s, bar = time.time(), one._bar
+                    if not bar.disable and now_s - max(one._again_s, bar.last_print_t) > SILENT_S:
+                        one._again_s = now_s
+                        bar.refresh()
 
     def update(self, done: int, note: str = "") -> None:
         self._bar.set_postfix_str(note, refresh=False)

@@ -64,6 +64,16 @@ def test_a_log_has_a_line_at_the_start_and_one_at_the_end(capsys: pytest.Capture
     assert done == left  # as fast as the half that was done here
 
 
+def test_a_step_that_takes_long_is_seen_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("draftsmith.progress.SILENT_S", 0.2)
+    work = Progress("work", 3, unit="parts")
+    time.sleep(1.5)  # the thread that shows it may be in a wait of a second
+    work.close()
+    assert len(capsys.readouterr().err.splitlines()) > 3
+
+
 def test_work_within_work_has_lines_of_its_own_in_a_log(capsys: pytest.CaptureFixture) -> None:
     outer = Progress("train", 2, unit="steps")
     advance()

@@ -214,11 +214,11 @@ import sys
 from draftsmith import cli
 cli.main(["eval", "t", "--draft", "d"])
 cli.main(["train", "eagle3", "t", "--data", "no/such", "--out", "o"])
-for words in ("serve ./no", "bench ./no", "plan no.gguf", "eval . draft=./no suite=spec-bench"):
-    cli.main(words.split())
-for words in ("serve . --lora sql=./no", "bench . --suffix --suffix-answers ./no"):
-    cli.main(words.split())
-for words in ("doctor ./no", "audit", "audit url=http://127.0.0.1:9", "serve . k=99"):
+for words in (
+    *("serve ./no", "bench ./no", "plan no.gguf", "eval . draft=./no suite=spec-bench"),
+    *("serve . --lora sql=./no", "bench . --suffix --suffix-answers ./no", "doctor ./no"),
+    *("audit", "audit url=http://127.0.0.1:9", "serve . k=99"),
+):
     cli.main(words.split())
 sys.exit("torch" in sys.modules)
 """
