@@ -14,6 +14,7 @@ from draftsmith.chats import PROBE, rendered
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import template_hash, tokenizer_difference
 from draftsmith.errors import UserError
+from draftsmith.progress import say
 from draftsmith.train.check.finding import Finding, fail, ok, refused, warn
 from draftsmith.train.data.dataset import open_rows, provenance_of
 
@@ -229,8 +230,8 @@ def check_distribution(sample: DataSample, target: Target) -> list[Finding]:
     temperature = sampled_at(sample.provenance)
     if temperature not in (0.0, 1.0):
         return []
-    found = (row_stats(row, target) for row in sample.rows[:MAX_ROWS])
-    stats = [one for one in found if one is not None]
+    say("comparing the texts of the data with the target's own")
+    stats = [one for row in sample.rows[:MAX_ROWS] if (one := row_stats(row, target)) is not None]
     return [check_own_text(stats, temperature)] if stats else []
 
 

@@ -117,8 +117,7 @@ def check_models(config: DoctorConfig) -> list[Finding]:
     findings.append(check_serving(target, draft, config.sequences))
     if draft is not None and not config.heterogeneous_vocab:
         findings.append(check_training(target, draft, config.max_length, offload=offload))
-    folders = [folder.path for folder in folders_of(config.data)]
-    for folder in folders:
+    for folder in (folders := [one.path for one in folders_of(config.data)]):
         found = check_folder(config, folder, target)
         named = "" if len(folders) == 1 else f"{folder}: "
         findings += [one._replace(what=named + one.what) for one in found]

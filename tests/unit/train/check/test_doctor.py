@@ -50,7 +50,9 @@ def diagnose(
     def examine(**options: Any) -> dict[str, dict[str, str]]:
         capsys.readouterr()
         status = run(DoctorConfig(**{"target": target.name, "json": True, **options}))
-        report = json.loads(capsys.readouterr().out)
+        told = capsys.readouterr()
+        report = json.loads(told.out)
+        assert ("comparing the texts" in told.err) == ('"data.distribution"' in told.out)
         assert status == (1 if report["fail"] else 0)
         assert len(report["findings"]) == report["ok"] + report["warn"] + report["fail"]
         assert all(finding["mend"] for finding in report["findings"] if finding["status"] != "ok")
