@@ -99,7 +99,8 @@ def audit_server(
         before = client.counters()
     config = replace(config, k=drafted_at_once(config, client, before))
     samples = list(draw_samples(client, config, contexts)) if config.temperature > 0 else []
-    counted = since(before, client.counters())
+    after = client.counters()
+    counted = None if before is None or after is None else after.since(before)
     depths = depths_of(samples, config.k)
     if samples and known:
         distributions.fetch_along(paths(samples))
@@ -160,10 +161,6 @@ def drafted_at_once(
     if client.draft_depth is not None:
         return client.draft_depth
     return len(counters.accepted) if counters is not None and counters.accepted else None
-
-
-def since(before: AuditCounters | None, after: AuditCounters | None) -> AuditCounters | None:
-    return None if before is None or after is None else after.since(before)
 
 
 def _witness(config: AuditConfig, plain: AuditClient | None) -> str:
