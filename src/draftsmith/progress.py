@@ -150,7 +150,6 @@ class Progress:
     The ETA is measured from the work done since construction, so a resumed job gives `start`."""
 
     opened: ClassVar[WeakSet[Progress]] = WeakSet()
-    _again_s = 0.0
 
     def __init__(
         self, label: str, total: int, *, unit: str, start: int = 0, shows: bool = True
@@ -164,21 +163,10 @@ class Progress:
             miniters=1, dynamic_ncols=True,
             **({"bar_format": BAR} if draws() else lines),
         )  # fmt: skip
+        self._again_s = 0.0
         self.opened.add(self)
         if len(self.opened) == 1:
-            threading.Thread(target=self.show_again, name="draftsmith-bars", daemon=True).start()
-
-    @classmethod
-    def show_again(cls) -> None:
-        """Shows bars whose next step takes long, while there are any: they are seen to go on."""
-        while cls.opened:
-            time.sleep(SILENT_S / 8)
-            with suppress(RuntimeError):  # one was opened or left just now
-                for one in list(cls.opened):
-                    now_s, bar = time.time(), one._bar
-                    if not bar.disable and now_s - max(one._again_s, bar.last_print_t) > SILENT_S:
-                        one._again_s = now_s
-                        bar.refresh()
+            threading.Thread(target=watch, name="draftsmith-bars", daemon=True).start()
 
     def update(self, done: int, note: str = "") -> None:
         self._bar.set_postfix_str(note, refresh=False)
@@ -189,10 +177,25 @@ class Progress:
         self._bar.set_postfix_str(note, refresh=False)
         self._bar.update()
 
+    def show_again(self) -> None:
+        now_s, bar = time.time(), self._bar
+        if not bar.disable and now_s - max(self._again_s, bar.last_print_t) > SILENT_S:
+            self._again_s = now_s
+            bar.refresh()
+
     def close(self, note: str = "") -> None:
         if note:
             self._bar.set_postfix_str(note, refresh=False)
         self._bar.close()
+
+
+def watch() -> None:
+    """Shows bars whose next step takes long, while there are any: they are seen to go on."""
+    while Progress.opened:
+        time.sleep(SILENT_S / 8)
+        with suppress(RuntimeError):  # one was opened or left just now
+            # In a frame of its own: a name here would keep a bar that an error left.
+            [one.show_again() for one in list(Progress.opened)]  # type: ignore[func-returns-value]
 
 
 def close_all() -> None:
