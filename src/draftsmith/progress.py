@@ -163,7 +163,6 @@ class Progress:
             miniters=1, dynamic_ncols=True,
             **({"bar_format": BAR} if draws() else lines),
         )  # fmt: skip
-        self._again_s = 0.0
         self.opened.add(self)
         if len(self.opened) == 1:
             threading.Thread(target=watch, name="draftsmith-bars", daemon=True).start()
@@ -177,12 +176,6 @@ class Progress:
         self._bar.set_postfix_str(note, refresh=False)
         self._bar.update()
 
-    def show_again(self) -> None:
-        now_s, bar = time.time(), self._bar
-        if not bar.disable and now_s - max(self._again_s, bar.last_print_t) > SILENT_S:
-            self._again_s = now_s
-            bar.refresh()
-
     def close(self, note: str = "") -> None:
         if note:
             self._bar.set_postfix_str(note, refresh=False)
@@ -190,12 +183,21 @@ class Progress:
 
 
 def watch() -> None:
-    """Shows bars whose next step takes long, while there are any: they are seen to go on."""
+    """Shows the newest bar again while its step takes long: the work is seen to go on."""
+    shown_s = 0.0
     while Progress.opened:
         time.sleep(SILENT_S / 8)
         with suppress(RuntimeError):  # one was opened or left just now
-            # In a frame of its own: a name here would keep a bar that an error left.
-            [one.show_again() for one in list(Progress.opened)]  # type: ignore[func-returns-value]
+            shown_s = _last_shown(shown_s)
+
+
+def _last_shown(shown_s: float) -> float:
+    bars = [one._bar for one in Progress.opened if not one._bar.disable]
+    shown_s = max([shown_s, *(bar.last_print_t for bar in bars)])
+    if not bars or time.time() - shown_s <= SILENT_S:
+        return shown_s
+    max(bars, key=lambda bar: bar.start_t).refresh()
+    return time.time()
 
 
 def close_all() -> None:

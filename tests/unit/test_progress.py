@@ -68,10 +68,11 @@ def test_a_step_that_takes_long_is_seen_to_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr("draftsmith.progress.SILENT_S", 0.2)
-    work = Progress("work", 3, unit="parts")
+    around, work = Progress("around", 2, unit="works"), Progress("work", 3, unit="parts")
     time.sleep(1.5)  # the thread that shows it may be in a wait of a second
-    del work  # as an error leaves it
-    assert len(capsys.readouterr().err.splitlines()) > 3
+    del around, work  # as an error leaves them
+    shown = capsys.readouterr().err
+    assert shown.count("work: ") > 3 and shown.count("around: ") == 2
     time.sleep(0.5)
     assert capsys.readouterr().err == ""
 
