@@ -46,14 +46,13 @@ from draftsmith.serve.audit.samples import (
 from draftsmith.serve.audit.tokens import AuditTokens, detectable, tokens_of
 
 AuditBuffer = Callable[[AuditConfig], Report]
-DEVICES = ("cpu", "cuda")
 TOGETHER = "all tokens together"
 MOST_TIMES = 30  # the most times as many samples that an audit is advised to draw
 
 
 def run(config: AuditConfig, audit_buffer: AuditBuffer) -> int:
     """`audit_buffer` is called when the config names a buffer; this package cannot read records."""
-    if config.device.partition(":")[0] not in DEVICES or (
+    if config.device.partition(":")[0] not in ("cpu", "cuda") or (
         config.device != "cpu" and not torch.cuda.is_available()
     ):
         raise UserError(

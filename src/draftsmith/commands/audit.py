@@ -35,8 +35,7 @@ def audit_buffer(config: AuditConfig) -> Report:
 
     assert config.buffer is not None
     found = look(config.buffer, false_alarm=config.false_alarm)
-    streams = found.monitor.named()
-    checks = [check_of(name, stream, config) for name, stream in streams.items()]
+    checks = [check_of(name, stream, config) for name, stream in found.monitor.named().items()]
     subject, notes = f"the records in {config.buffer}", notes_of(found)
     sampled = any(found.monitor.everything.counts[event].count for event in DECIDED)
     return Report(subject, config.false_alarm, checks, notes, greedy_only=not sampled)
