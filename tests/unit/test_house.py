@@ -445,8 +445,8 @@ def test_the_package_keeps_its_budgets() -> None:
     paths = [path for folder in (*CODE_FOLDERS, "src/draftsmith") for path in sources(folder)]
     assert len(paths) <= 420
     # Both are to become 60,000; until then neither grows.
-    assert lines_of(paths) <= 71_500
-    assert lines_of(sources("tests")) <= 63_450
+    assert lines_of(paths) <= 70_900
+    assert lines_of(sources("tests")) <= 63_410
     switches = {
         str(path.relative_to(ROOT))
         for path in paths

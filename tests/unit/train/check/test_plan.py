@@ -69,7 +69,7 @@ def test_what_is_to_be_given_is_a_command_of_train(planned: Planned, tmp_path: P
     )
     (draft,) = (found := planned("--recipe", str(recipe)))["drafts"]
     assert " --epochs 4 " in found["give"][1]
-    whole_s = 4 * found["data"]["tokens"] / draft["tokens_per_s"]
+    whole_s = 4 * found["tokens"] / draft["tokens_per_s"]
     assert draft["hours"] == pytest.approx(whole_s / 3600)
     found = planned("--recipe", str(recipe), "--epochs", "2")
     (draft,) = found["drafts"]
