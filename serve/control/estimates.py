@@ -49,9 +49,10 @@ class RoundTimes:
         # Before any measurement only ratios count.
         self.by_k = [1.0 + FIRST_SLOPE * k for k in range(MAX_AUTO_K + 1)]
         self.counts: dict[int, int] = {}  # measurements by k
-        # Logarithms of what the latest rounds took of the expected time, by k and whether their
-        # plan was the usual one.
-        self._latest: dict[tuple[int, bool], list[float]] = {}
+        # Tokens and seconds of the latest rounds, by k and whether their plan was the usual one.
+        # They are held against the prices of when they are taken in: what one k has shown of the
+        # machine's pace is not counted again for another.
+        self._latest: dict[tuple[int, bool], list[tuple[float, float]]] = {}
 
     @property
     def compared(self) -> bool:
@@ -71,7 +72,7 @@ class RoundTimes:
         """Take in a round whose rows drafted `depth` tokens on average."""
         k = round(depth)
         latest = self._latest.setdefault((k, usual), [])
-        latest.append(log(seconds / self.at(depth)))
+        latest.append((depth, seconds))
         if len(latest) == TOGETHER:
             self._take_in(k, usual)
 
@@ -84,7 +85,8 @@ class RoundTimes:
         latest = self._latest.pop((k, usual))
         if len(latest) < FEWEST:
             return
-        change, rounds = median_low(latest), len(latest)
+        rounds = len(latest)
+        change = median_low([log(seconds / self.at(depth)) for depth, seconds in latest])
         known = self.counts.get(k, 0)
         self.counts[k] = known + 1
         if not self.compared:

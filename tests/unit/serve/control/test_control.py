@@ -15,7 +15,7 @@ import pytest
 
 from draftsmith.serve.control.auto import AutoControl, TreeControl
 from draftsmith.serve.control.control import Control, RoundPlan, RoundResult, RowBudget, RowResult
-from draftsmith.serve.control.estimates import Survival
+from draftsmith.serve.control.estimates import RoundTimes, Survival
 
 MOST = 8
 
@@ -453,3 +453,16 @@ def test_trees_are_grown_where_they_pay(tree_s: float, alpha: float, pays: bool)
         control.observe(RoundResult(plan, 3, 3, max(plan.ks), seconds, False, offers, sum(plan.ks)))
         grown += trees and number >= 100
     assert (grown > 450) if pays else (grown < 50)
+
+
+def test_a_slower_machine_is_noticed_once_by_rounds_of_many_k() -> None:
+    """Drafts from text are as long as they are found: rounds of all k show the machine's pace."""
+    times, usual_s = RoundTimes(), [0.01 + 0.0005 * k for k in range(9)]
+    for pace in (1.0, 1.4, 0.8):
+        for _ in range(40):
+            for k, seconds in enumerate(usual_s):
+                times.add(k, pace * seconds, usual=True)
+                if times.counts.get(8, 0) > 4:
+                    ratios = [found / each for found, each in zip(times.by_k, usual_s)]
+                    assert min(ratios) > 0.79 and max(ratios) < 1.41
+        assert times.by_k == pytest.approx([pace * seconds for seconds in usual_s], rel=0.05)
