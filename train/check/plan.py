@@ -215,7 +215,7 @@ def give(config: PlanConfig, drafts: list[Planned]) -> list[str]:
     if first.target_share > STORED_PAYS and epochs > 1:
         lines.append(
             f"the target takes {first.target_share:.0%} of a step: generate with --store-taps and "
-            f"train with --teacher stored, to run it once for {config.epochs:g} epochs"
+            f"train with --teacher stored, to run it once for {epochs:g} epochs"
         )
     return [*lines, *(draft.too_large for draft in drafts if draft.too_large)]
 

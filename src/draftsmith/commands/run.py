@@ -254,12 +254,15 @@ def read_record(out: Path) -> Record:
     if not path.is_file():
         return {}
     values = read_json(path, "record of the pipeline")
-    if values.get("schema") != SCHEMA_VERSION:
-        raise UserError(
-            f"record {str(path)!r} is of schema {values.get('schema')!r} and this version reads "
-            f"{SCHEMA_VERSION}; give another --out"
-        )
-    return {name: Done(**one) for name, one in values["stages"].items()}
+    try:
+        if values["schema"] == SCHEMA_VERSION:
+            return {name: Done(**one) for name, one in values["stages"].items()}
+    except (AttributeError, KeyError, TypeError):
+        pass
+    raise UserError(
+        f"record {str(path)!r} is not one that this version reads (schema {SCHEMA_VERSION}); give "
+        "another --out"
+    )
 
 
 def write_record(record: Record, out: Path) -> None:

@@ -243,6 +243,15 @@ def test_the_report_has_stages_and_figures(start: Start) -> None:
     assert "| figures | 1 | 2 | 1.75 [1.50, 2.00] | 0.500 - |" in report
 
 
+@pytest.mark.parametrize("record", ['{"schema": 1, "stages": {"data": {"begun": 2}}}', "[1]", "{"])
+def test_a_record_that_cannot_be_read_is_a_sentence(
+    start: Start, record: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("o").mkdir()
+    Path("o/run.json").write_text(record)
+    assert start() == 2 and re.search("error: .*o/run.json'", capsys.readouterr().err)
+
+
 def test_a_run_beside_another_is_refused(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     Path("o").mkdir()
     with open("o/run.lock", "w") as held:

@@ -18,7 +18,7 @@ from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.train.check import memory, plan
 from draftsmith.train.check.memory import parts_of
-from draftsmith.train.config import TrainConfig
+from draftsmith.train.config import PlanConfig, TrainConfig
 
 Planned = Callable[..., dict[str, Any]]
 
@@ -71,6 +71,9 @@ def test_what_is_to_be_given_is_a_command_of_train(planned: Planned, tmp_path: P
     assert " --epochs 4 " in found["give"][1]
     whole_s = 4 * found["tokens"] / draft["tokens_per_s"]
     assert draft["hours"] == pytest.approx(whole_s / 3600)
+    much = plan.Planned(**draft | {"target_share": 0.7})
+    *_, last = plan.give(PlanConfig(target="T", recipe=str(recipe)), [much])
+    assert last.endswith("to run it once for 4 epochs")
     found = planned("--recipe", str(recipe), "--epochs", "2")
     (draft,) = found["drafts"]
     assert draft["family"] == "mtp"
