@@ -128,7 +128,7 @@ class GatheredContext:
         self._lengths, self._row_lengths = lengths, lengths.tolist()
         # Masks of pieces of long rows are made again in each layer rather than kept together.
         self._keeps = max(self._row_lengths, default=0) < _MOST_QUERIES
-        self._parts: dict[Window | None, list[_Part]] = {}
+        self._parts: dict[tuple[Window | None, int], list[_Part]] = {}
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -172,12 +172,14 @@ class GatheredContext:
     def _runs(self) -> list[_Run]:
         return _find_runs(self._row_lengths, self.kv_indices)
 
-    def _parts_of(self, window: Window | None) -> Iterable[_Part]:
+    def _parts_of(self, window: Window | None, beyond: int = 0) -> Iterable[_Part]:
+        """Parts of the rows of more than `beyond` tokens."""
+        runs = (run for run in self._runs if self._row_lengths[run.first_row] > beyond)
         if not self._keeps:
-            return (self._make_part(run, window) for run in self._runs)
-        if window not in self._parts:
-            self._parts[window] = [self._make_part(run, window) for run in self._runs]
-        return self._parts[window]
+            return (self._make_part(run, window) for run in runs)
+        if (window, beyond) not in self._parts:
+            self._parts[window, beyond] = [self._make_part(run, window) for run in runs]
+        return self._parts[window, beyond]
 
     def _make_part(self, run: _Run, window: Window | None) -> _Part:
         tokens = slice(run.begin, run.begin + run.num_rows * run.length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from draftsmith.kernels.attention import paged_compiled, paged_torch
 from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.paged_compiled import MOST_QUERIES, CompiledContext, kernel
 from draftsmith.kernels.attention.paged_torch import GatheredContext
-from draftsmith.kernels.attention.pool import Chunk, PagedPool, Scoring
+from draftsmith.kernels.attention.pool import Chunk, PagedPool, PassLayout, Scoring
+from draftsmith.kernels.measured import Choices
 from tests.unit.kernels.attention.rows import Case, Row, run_rows
 
 BLOCK, DIM = 4, 8
@@ -91,6 +93,25 @@ def test_nothing_reaches_a_query_of_a_long_row_that_it_does_not_see(
     found, expected = run_rows(rows, {"scaling": dim**-0.5}, case, CPU)
     assert expected[:150].isfinite().all() and expected[302:452].isfinite().all()
     torch.testing.assert_close(found.double(), expected, atol=atol, rtol=1e-4, equal_nan=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", ["kernel", "torch"])
+def test_long_rows_are_attended_by_the_faster_way(way: str, tmp_path: Path) -> None:
+    choices = Choices(tmp_path, lambda name, _: 1.0 + (name != way))
+    lengths, size = torch.tensor([2, 300, 1]), 1024
+    positions = torch.cat([torch.arange(700, 702), torch.arange(300), torch.tensor([9])])
+    layout = PassLayout(torch.arange(3 * size // BLOCK).view(3, -1), positions, lengths, None)
+    query = torch.randn(1, 4, len(positions), 64)
+    keys, values = torch.randn(3 * size, 2, 64), torch.randn(3 * size, 2, 64)
+    found, of_kernel, of_torch = (
+        context.attend(query, keys, values, Scoring(0.1))
+        for context in (CompiledContext(BLOCK, layout, choices),
+                        CompiledContext(BLOCK, layout, None), GatheredContext(BLOCK, layout))
+    )  # fmt: skip
+    assert torch.equal(found[[0, 1, -1]], of_kernel[[0, 1, -1]])  # whatever is beside them
+    assert torch.equal(found[2:-1], (of_kernel if way == "kernel" else of_torch)[2:-1])
+    assert not torch.equal(of_kernel[2:-1], of_torch[2:-1])
 
 
 def pass_of(
