@@ -15,7 +15,7 @@ from tests.integration.own_memory import GROWN, large_target
 MOST = 0.65
 
 STATES = """
-import sys, torch, torch.distributed as dist
+import sys, torch
 from torch.distributed.tensor import DTensor
 from draftsmith.drafters.target import sharded
 from draftsmith.drafters.target.load import load_model
@@ -43,14 +43,13 @@ for folder in sys.argv[1:]:
     names = type(model) is type(whole)
     ends = model.generation_config.eos_token_id == whole.generation_config.eos_token_id
     print(whole_loads, sorted(kinds), same, equal, names, ends, flush=True)
-dist.barrier()
-dist.destroy_process_group()
+sharded.leave_group()
 """
 
 PEAK = (
     GROWN
     + """
-import sys, torch, torch.distributed as dist
+import sys, torch
 from draftsmith.drafters.target import sharded
 if sys.argv[2] == "whole":
     sharded.can_prepare = lambda path, **options: False
@@ -59,8 +58,7 @@ load = lambda: sharded.load_spread(
     sys.argv[1], dtype=torch.float32, device=torch.device("cpu"), shares=2
 )
 print(grown(load), flush=True)
-dist.barrier()
-dist.destroy_process_group()
+sharded.leave_group()
 """
 )
 

@@ -15,6 +15,7 @@ from torch.multiprocessing import spawn
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
+from draftsmith.drafters.target.sharded import leave_group
 from draftsmith.errors import UserError
 from draftsmith.train.config import OptimConfig
 from draftsmith.train.optim import (
@@ -56,20 +57,15 @@ def test_matrices_of_layers_are_muons_and_all_else_is_adamws():
     module["layer"].bias.requires_grad_(False)
     muon, adamw = optimizer(module).parts
     assert isinstance(muon, Muon) and isinstance(adamw, AdamW)
-    groups = [
-        [id(one) for one in group["params"]] for group in (*muon.param_groups, *adamw.param_groups)
-    ]
+    both = (*muon.param_groups, *adamw.param_groups)
+    groups = [[id(one) for one in group["params"]] for group in both]
     norm = module["norm"]
     assert groups == [
         [id(module["layer"].weight)],
         [id(module["lm_head"].weight)],
         [id(norm.weight), id(norm.bias)],
     ]
-    assert [group["weight_decay"] for group in (*muon.param_groups, *adamw.param_groups)] == [
-        0.1,
-        0.1,
-        0.0,
-    ]
+    assert [group["weight_decay"] for group in both] == [0.1, 0.1, 0.0]
 
 
 def test_one_schedule_moves_both_learning_rates():
@@ -118,7 +114,7 @@ def train_as(rank: int, processes: int, folder: str) -> None:
             one.grad = torch.randn(one.shape, generator=seed)
         both.step()
     torch.save(module.state_dict(), f"{folder}/{rank}-of-{processes}.pt")
-    dist.destroy_process_group()
+    leave_group()
 
 
 def test_processes_that_share_the_updates_end_as_one_does(tmp_path: Path) -> None:

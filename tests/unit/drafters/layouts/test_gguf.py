@@ -145,12 +145,14 @@ CONVERT = """
 import sys
 import torch.distributed as dist
 from draftsmith.drafters.layouts.gguf import model_folder
+from draftsmith.drafters.target.sharded import leave_group
 from draftsmith.drafters.target.target import Target
 dist.init_process_group("gloo")
 if dist.get_rank() == int(sys.argv[2]):
     model_folder(sys.argv[1])
 dist.barrier()
 print("revision", Target.load(model_folder(sys.argv[1])).revision)
+leave_group()
 """
 
 
