@@ -15,7 +15,6 @@ find candidates; what is believed is the tokens themselves.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -127,12 +126,14 @@ class Suffix:
         self, context: Sequence[int], own: SuffixIndex, shared: bool
     ) -> tuple[int, float]:
         """Token and chance; 0 where nothing is found."""
-        best = likeliest(own, context, OWN_CAUTION)
+        keys = keys_of(context, ORDERS[-1])
+        best = likeliest(own, context, keys, OWN_CAUTION)
         # What another answer drew under the same seed may have no part in this one's drafts.
         if shared:
-            best = max(best, likeliest(self.shared, context, CAUTION), key=_chance)
+            if best[1] < most_likely(context, CAUTION):
+                best = max(best, likeliest(self.shared, context, keys, CAUTION), key=_chance)
             if self.answers is not None:
-                best = max(best, self.answers.best(context), key=_chance)
+                best = max(best, self.answers.best(keys), key=_chance)
         return best
 
 
@@ -140,14 +141,27 @@ def _chance(offer: tuple[int, float]) -> float:
     return offer[1]
 
 
-def likeliest(index: SuffixIndex, context: Sequence[int], caution: float) -> tuple[int, float]:
-    """The offer of the best chance among those of the orders of an index."""
-    best = SEPARATOR, 0.0
-    for found in index.newest(context, SEEN):
-        length, token = max(found, key=lambda one: one[0])
+def most_likely(context: Sequence[int], caution: float) -> float:
+    """The chance of an offer that no other one exceeds."""
+    return SEEN / (SEEN + caution / len(context))
+
+
+def likeliest(
+    index: SuffixIndex, context: Sequence[int], keys: Sequence[int], caution: float
+) -> tuple[int, float]:
+    """The offer of the best chance among those of the orders of an index; `keys` of the context."""
+    best, most = (SEPARATOR, 0.0), most_likely(context, caution)
+    for found in index.newest(context, keys, SEEN):
+        length, token = max(found, key=_length)
         agreeing = sum(other == token for _, other in found)
         best = max(best, (token, agreeing / (len(found) + caution / length)), key=_chance)
+        if best[1] >= most:
+            break
     return best
+
+
+def _length(place: tuple[int, int]) -> int:
+    return place[0]
 
 
 class OwnText:
@@ -175,6 +189,7 @@ MAX_STEPS = 128
 # Below this, Python's own numbers are faster than arrays.
 FEW = 24
 MIX = 0xD6E8FEB86659FD93
+_Links = tuple[memoryview, memoryview]  # the newest place of a hash, and the one before each
 
 
 class SuffixIndex:
@@ -191,7 +206,7 @@ class SuffixIndex:
         self._previous = [np.zeros(self.capacity, dtype=np.int64) for _ in ORDERS]
         # Views that give Python's own numbers.
         self._cells = memoryview(self._text)
-        self._links = [
+        self._links: list[_Links] = [
             (memoryview(head), memoryview(link)) for head, link in zip(self._heads, self._previous)
         ]
         self._starts: deque[int] = deque()  # of the texts still held
@@ -227,39 +242,38 @@ class SuffixIndex:
         else:
             self._append_many(np.asarray(tokens, dtype=np.int32))
 
-    def newest(self, context: Sequence[int], most: int) -> Iterator[list[tuple[int, int]]]:
+    def newest(
+        self, context: Sequence[int], keys: Sequence[int], most: int
+    ) -> Iterator[list[tuple[int, int]]]:
         """For each order, the longest first, its at most `most` newest places that end as `context`
-        does, where there are some: how many tokens agree there, and the token that follows."""
-        for order, key in reversed([*enumerate(_order_keys(context))]):
-            found = [*itertools.islice(self._ends(context, order, key), most)]
-            if found:
+        does, where there are some: how many tokens agree there, and the token that follows. `keys`:
+        those of the context."""
+        backwards = context[::-1]
+        for size, links in reversed([*zip(ORDERS, self._links)]):
+            if size <= len(keys) and (found := self._ends(backwards, size, links, keys, most)):
                 yield found
 
-    def _ends(self, context: Sequence[int], order: int, key: int) -> Iterator[tuple[int, int]]:
-        for place in self._chain(order, key):
-            length, token = self._agreeing(context, place), self._cells[place + 1 & self._mask]
-            if length >= ORDERS[order] and token != SEPARATOR:  # not merely the same hash
-                yield length, token
-
-    def _agreeing(self, context: Sequence[int], place: int) -> int:
-        """Number of the last tokens of `context` that are those up to `place`."""
-        cells, mask = self._cells, self._mask
-        most = min(len(context), place - self.oldest + 1)
-        for back in range(most):
-            if cells[place - back & mask] != context[-1 - back]:
-                return back
-        return most
-
-    def _chain(self, order: int, key: int) -> Iterator[int]:
-        heads, previous = self._links[order]
-        oldest, last, mask = self.oldest, self.end - 1, self._mask
-        place = heads[self._slot(key)] - 1
+    def _ends(
+        self, backwards: Sequence[int], size: int, links: _Links, keys: Sequence[int], most: int
+    ) -> list[tuple[int, int]]:
+        # One loop, for every drafted token goes through it several times.
+        (heads, previous), cells, mask, oldest = links, self._cells, self._mask, self.oldest
+        found: list[tuple[int, int]] = []
+        place, last = heads[self._slot(keys[size - 1])] - 1, self.end - 1
         for _ in range(MAX_STEPS):
-            if place < oldest:
-                return
-            if place != last:
-                yield place
+            if place < oldest or len(found) == most:
+                break
+            token = SEPARATOR if place == last else cells[place + 1 & mask]
+            if token != SEPARATOR:
+                length = 0
+                for wanted in backwards[: place - oldest + 1]:
+                    if cells[place - length & mask] != wanted:
+                        break
+                    length += 1
+                if length >= size:  # not merely the same hash
+                    found.append((length, token))
             place = previous[place & mask] - 1
+        return found
 
     def _slot(self, key: int) -> int:
         return (key * MIX & WORD) >> self._shift
@@ -272,8 +286,11 @@ class SuffixIndex:
         recent = [
             self._cells[position & self._mask] for position in range(self.end - known, self.end)
         ]
-        for (heads, previous), key in zip(self._links, _order_keys(recent)):
-            slot = self._slot(key)
+        keys = keys_of(recent, ORDERS[-1])
+        for size, (heads, previous) in zip(ORDERS, self._links):
+            if size > len(keys):
+                break
+            slot = self._slot(keys[size - 1])
             previous[place & self._mask] = heads[slot]
             heads[slot] = place + 1
 
@@ -304,9 +321,3 @@ class SuffixIndex:
         self._previous[order][places & self._mask] = before
         is_last = np.roll(is_first, -1)
         self._heads[order][slots[is_last]] = places[is_last] + 1
-
-
-def _order_keys(context: Sequence[int]) -> list[int]:
-    """The hash of the last o tokens for each order o that `context` has tokens for."""
-    keys = keys_of(context, ORDERS[-1])
-    return [keys[size - 1] for size in ORDERS if size <= len(keys)]

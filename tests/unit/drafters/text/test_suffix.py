@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.drafters.interface import Remembering
-from draftsmith.drafters.text.answers import CAUTION
+from draftsmith.drafters.text.answers import CAUTION, keys_of
 from draftsmith.drafters.text.suffix import (
     LEAST,
     LONGEST,
@@ -196,7 +196,7 @@ def test_the_ring_forgets_the_oldest_tokens_alone(piece):
     if piece >= 256:
         return  # more at once than the ring holds: only its end is read
     held = text[-256:]
-    for found in index.newest(held[-12:], 500):
+    for found in index.newest(held[-12:], keys_of(held, 8), 500):
         size = min(length for length, _ in found)
         ends = [end for end in range(255, size - 1, -1) if held[end - size : end] == held[-size:]]
         assert [token for _, token in found] == [held[end] for end in ends][: len(found)]
