@@ -38,7 +38,7 @@ from draftsmith.distill.gate.logged import (
 )
 from draftsmith.drafters.interface import TrainedDrafter, UnrollBatch
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.acceptance import probabilities, shared_mass
+from draftsmith.kernels.overlap import probabilities, shared_mass
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.train.data.batches import mask_of, padded

@@ -25,6 +25,7 @@ from draftsmith import files
 from draftsmith.client import with_key
 from draftsmith.config import check_limits, command_line, without_login
 from draftsmith.drafters.config import check_draft_options
+from draftsmith.drafters.layouts.hub import check_named
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import DraftCost
@@ -50,6 +51,7 @@ CHAIN = ""  # the server without trees
 
 def run(config: BenchConfig) -> int:
     check(config)
+    check_named(config)
     suite = read_suite(config) if config.suite is not None else None
     prompts = suite.questions if suite is not None else read_questions(config)
     with ExitStack() as servers:

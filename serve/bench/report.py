@@ -12,12 +12,7 @@ import numpy as np
 
 from draftsmith.client import COUNTER
 from draftsmith.files import markdown_table, with_interval
-from draftsmith.kernels.acceptance import (
-    AcceptanceCounts,
-    DraftCost,
-    bootstrap_ratio,
-    bootstrap_ratios,
-)
+from draftsmith.kernels.acceptance import AcceptanceCounts, DraftCost, bootstrap_ratio
 from draftsmith.serve.bench.client import PassResult, TimedAnswer
 
 Figures = dict[str, Any]
@@ -273,8 +268,8 @@ def speedups(cases: Sequence[Figures]) -> list[Figures]:
             task: {
                 "speedup": own["tokens_per_s_user"] / plain["tokens_per_s_user"],
                 "speedup_95": list(
-                    bootstrap_ratios(
-                        (own["tokens"], own["seconds"]), (plain["tokens"], plain["seconds"])
+                    bootstrap_ratio(
+                        own["tokens"], own["seconds"], plain["tokens"], plain["seconds"]
                     )
                 ),
             }

@@ -13,7 +13,7 @@ from draftsmith.drafters.interface import TrainedDrafter
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.weights import write_weights
-from draftsmith.kernels.acceptance import overlap
+from draftsmith.kernels.overlap import overlap
 from draftsmith.train.export.source import ExportSource
 from tests.engine_readers.table import READERS
 from tests.engine_readers.understood import Understood

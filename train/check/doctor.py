@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from draftsmith.config import without_login
 from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.layouts.hub import check_named
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
-from draftsmith.progress import say_loading
+from draftsmith.progress import say, say_loading
 from draftsmith.train.check.finding import FAIL, Finding, ok, refused, table
+from draftsmith.train.check.server import check_server
 from draftsmith.train.config import DoctorConfig
 from draftsmith.train.data.folders import folders_of
 from draftsmith.train.quiet import quiet
@@ -71,11 +73,10 @@ def examine(config: DoctorConfig) -> list[Finding]:
         check_named(replace(config, draft=None))
     except UserError as error:
         return [refused("target.loads", error)]
-    say_loading()
     if config.url is not None:
-        from draftsmith.train.check.server import check_server
-
+        say(f"asking {without_login(config.url)}")
         return check_server(config.url)
+    say_loading()
     quiet()
     return check_models(config)
 

@@ -19,14 +19,8 @@ import torch
 
 from draftsmith.drafters.interface import TextBatch, TrainedDrafter
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.acceptance import (
-    WalkedRounds,
-    bootstrap_ratio,
-    bounds_of,
-    bucket_of,
-    keep_probability,
-    walk_rounds,
-)
+from draftsmith.kernels.acceptance import bootstrap_ratio, bounds_of, bucket_of
+from draftsmith.kernels.overlap import WalkedRounds, keep_probability, walk_rounds
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.vocabulary import scatter_to_target_vocab
 from draftsmith.progress import Progress

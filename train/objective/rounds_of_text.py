@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from draftsmith.kernels.acceptance import expected_rounds
+from draftsmith.kernels.overlap import expected_rounds
 
 
 def answers(keep: torch.Tensor, loss_mask: torch.Tensor) -> list[torch.Tensor]:

@@ -93,7 +93,6 @@ COMMANDS = {
         "tok/s, TTFT, TPOT and tau, speculation off against on",
         "serve",
         "draftsmith.serve.bench.command:check",
-        loads=True,
     ),
     "audit": Command(
         "draftsmith.serve.audit.config:AuditConfig",

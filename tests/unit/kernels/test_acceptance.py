@@ -11,31 +11,21 @@ from draftsmith.kernels.acceptance import (
     bootstrap_ratio,
     bounds_of,
     bucket_of,
-    expected_rounds,
-    keep_probability,
-    overlap,
     wilson,
 )
+from draftsmith.kernels.overlap import expected_rounds, keep_probability, overlap
 
 
 def test_overlap_by_hand() -> None:
-    p, q = (
-        torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]).log(),
-        torch.tensor([[0.2, 0.3, 0.5], [0.0, 1.0, 0.0]]).log(),
-    )
+    p = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]).log()
+    q = torch.tensor([[0.2, 0.3, 0.5], [0.0, 1.0, 0.0]]).log()
     torch.testing.assert_close(overlap(p, q), torch.tensor([0.5, 0.0]))
     torch.testing.assert_close(overlap(p, p), torch.ones(2))
 
 
 def test_overlap_of_no_distribution_is_zero() -> None:
     p = torch.zeros(3, 4)
-    q = torch.stack(
-        [
-            torch.full((4,), math.nan),
-            torch.full((4,), -math.inf),
-            torch.tensor([0.0, math.nan, 0.0, 0.0]),
-        ]
-    )
+    q = torch.tensor([[math.nan] * 4, [-math.inf] * 4, [0.0, math.nan, 0.0, 0.0]])
     assert overlap(p, q).tolist() == [0.0, 0.0, 0.0]
 
 

@@ -16,7 +16,7 @@ from draftsmith.distill.gate.scoring import Scorer, score_drafters
 from draftsmith.distill.gate.sequential import Evidence, Ledger
 from draftsmith.distill.learn.learner import Learner
 from draftsmith.drafters.target.target import Target
-from draftsmith.kernels.acceptance import overlap
+from draftsmith.kernels.overlap import overlap
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftsmith.distill.gate.logged import LoggedPosition, logged_alpha, logged_arrays, sampled_top
-from draftsmith.kernels.acceptance import overlap, probabilities
+from draftsmith.kernels.overlap import overlap, probabilities
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.record import Distributions, RoundRecord
 from tests.round_records import each, logged, of_logits, round_record

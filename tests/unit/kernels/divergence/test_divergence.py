@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.kernels.acceptance import keep_probability, overlap
 from draftsmith.kernels.divergence.fused import Divergence, divergence
 from draftsmith.kernels.divergence.kind import PARAMETERS, DivergenceKind, kind_of
 from draftsmith.kernels.divergence.rows import LEAST_DEVIATION, RowInputs, divergence_rows
+from draftsmith.kernels.overlap import keep_probability, overlap
 
 KINDS = [kind_of(name) for name in PARAMETERS] + [kind_of("jsd:0.1"), kind_of("lk-hybrid:10")]
 NAMES = [f"{kind.name}:{kind.parameter:g}" for kind in KINDS]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from draftsmith.kernels.acceptance import overlap, probabilities
+from draftsmith.kernels.overlap import overlap, probabilities
 from draftsmith.kernels.sampling.top_tokens import top_overlap, top_probs
 from draftsmith.kernels.sampling.vocabulary import check_sampled_head, scatter_to_target_vocab
 

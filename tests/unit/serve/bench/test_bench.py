@@ -36,27 +36,15 @@ def report(offered: list[int], accepted: list[int], committed: list[int]) -> dic
 
 
 def case(mode: str, walls_s: list[float], report_: dict | None = None) -> BenchCase:
-    return BenchCase(
-        0.0,
-        mode,
-        [
-            PassResult([answer(10, 0.1, 0.02, report_), answer(30, 0.3, 0.04, report_)], w)
-            for w in walls_s
-        ],
-    )
+    answers = [answer(10, 0.1, 0.02, report_), answer(30, 0.3, 0.04, report_)]
+    return BenchCase(0.0, mode, [PassResult(list(answers), wall_s) for wall_s in walls_s])
 
 
 def test_figures_and_ratio_of_modes() -> None:
-    off, on = (
-        figures(case("off", [4.0, 4.0])),
-        figures(case("on", [2.0, 1.0], report([2, 2], [2, 0], [3, 1]))),
-    )
+    off = figures(case("off", [4.0, 4.0]))
+    on = figures(case("on", [2.0, 1.0], report([2, 2], [2, 0], [3, 1])))
     assert off["tokens_per_s"] == 10 and on["tokens_per_s"] == pytest.approx(80 / 3)
-    assert off["ttft_ms"] == {
-        "p50": 100.0,
-        "p95": pytest.approx(300.0),
-        "p99": pytest.approx(300.0),
-    }
+    assert off["ttft_ms"] == pytest.approx({"p50": 100.0, "p95": 300.0, "p99": 300.0})
     assert off["e2el_ms"]["p50"] == pytest.approx(280.0)
     assert off["tpot_ms"]["p50"] == pytest.approx(20.0) and off["acceptance"] is None
     assert on["acceptance"]["tau"] == 2.0 and on["acceptance"]["alpha"] == [0.5, 1.0]

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from draftsmith.kernels.acceptance import walk_rounds
+from draftsmith.kernels.overlap import walk_rounds
 from draftsmith.train.objective.rounds_of_text import answers, deepen, predicted_tau, stretches
 
 
