@@ -10,10 +10,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from safetensors import SafetensorError
 
-from draftsmith.config import check_limits
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.config_checks import check_distill
 from draftsmith.distill.daemon import Daemon
-from draftsmith.distill.learn import learner as learning
 from draftsmith.distill.status import Status, StatusCollector, serve_metrics
 from draftsmith.distill.throttle import Throttle, nothing
 from draftsmith.errors import UserError, first_line
@@ -23,7 +22,7 @@ from draftsmith.lock import folder_lock, stopping
 def run(config: DistillConfig, stop: threading.Event | None = None) -> int:
     """Learns until SIGTERM, SIGINT or `stop`. The state is saved, and a restart goes on from
     there."""
-    check(config)
+    check_distill(config)
     stop = stop or threading.Event()
     with (
         on_threads(config.threads),
@@ -90,24 +89,3 @@ def begin(config: DistillConfig, status: Status, throttle: Throttle) -> Daemon:
         raise UserError(
             f"the learner cannot begin ({error}); make room, or give another --versions or --buffer"
         ) from error
-
-
-def check(config: DistillConfig) -> None:
-    check_limits(config)
-    if config.target_offload is not None and config.learn.teacher == "recorded":
-        raise UserError(
-            f"option 'target_offload' is {config.target_offload!r}, but with "
-            "learn.teacher=recorded no target is loaded; leave one of them out"
-        )
-    learning.check(config.learn)
-    learn, gate = config.learn, config.gate
-    if learn.reservoir < learn.fresh:
-        raise UserError(
-            f"learn.reservoir is {learn.reservoir}, below learn.fresh {learn.fresh}; no update "
-            "could ever begin"
-        )
-    if gate.window < gate.requests:
-        raise UserError(
-            f"gate.window is {gate.window}, below gate.requests {gate.requests}; no decision "
-            "could ever be made"
-        )

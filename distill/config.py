@@ -120,6 +120,11 @@ class GenerateOptions:
     target_offload: str | None = option(None, OFFLOAD_HELP, choices=OFFLOADS)
     trust_remote_code: bool = option(False, TRUST_HELP)
 
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        given = self.temperature
+        return given if isinstance(given, tuple) else (given,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearnUnroll:

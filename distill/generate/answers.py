@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import torch.distributed as dist
 
 from draftsmith import files
-from draftsmith.distill.config import GenerateOptions
+from draftsmith.distill.config_checks import started
 from draftsmith.drafters.target.sharded import leave_group
 from draftsmith.errors import UserError
 
@@ -244,11 +244,6 @@ class Processes:
         return made
 
 
-def started() -> int:
-    """Number of processes that a launcher started together, this one included."""
-    return int(os.environ.get("WORLD_SIZE") or "1")
-
-
 @contextmanager
 def joined() -> Iterator[Processes]:
     """Processes that were started together; all but the first one print nothing."""
@@ -265,19 +260,3 @@ def joined() -> Iterator[Processes]:
         yield processes
         processes.wait()
     leave_group()
-
-
-def check_processes(config: GenerateOptions) -> None:
-    """Raises `UserError` for options that several processes cannot use."""
-    if started() == 1:
-        return
-    if config.url is not None:
-        raise UserError(
-            f"--url is {config.url!r}, but WORLD_SIZE is {started()} and one process asks a server "
-            "for as many answers at once as --batch says; start it without a launcher"
-        )
-    if config.device.startswith("cuda:"):
-        raise UserError(
-            f"device is {config.device!r}, but WORLD_SIZE is {started()} and each process takes a "
-            "device of its own; leave --device out"
-        )

@@ -8,18 +8,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from draftsmith.config import check_limits
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate import prompts as prompt_source
-from draftsmith.distill.generate.answers import (
-    LOCK,
-    AnswerFolder,
-    Processes,
-    check_processes,
-    joined,
-)
-from draftsmith.distill.generate.prompts import columns_of, temperatures
-from draftsmith.distill.generate.self_prompts import check_self_prompts, write_prompts
+from draftsmith.distill.generate.answers import LOCK, AnswerFolder, Processes, joined
+from draftsmith.distill.generate.prompts import columns_of
+from draftsmith.distill.generate.self_prompts import write_prompts
 from draftsmith.distill.generate.steps import (
     NewAnswers,
     answer_all,
@@ -32,12 +25,9 @@ from draftsmith.distill.generate.steps import (
 )
 from draftsmith.errors import UserError
 from draftsmith.lock import folder_lock
-from draftsmith.prompts.sources import check_source
 
 
 def run(config: GenerateOptions, new_answers: NewAnswers) -> int:
-    check(config)
-    check_source(config.prompts)  # before a model is loaded
     # The first of several processes holds the folder for all.
     with joined() as processes, folder_lock(config.out, LOCK) if processes.leads else nullcontext():
         return _run(config, new_answers, processes)
@@ -97,28 +87,3 @@ def _run(config: GenerateOptions, new_answers: NewAnswers, processes: Processes)
             file=sys.stderr,
         )
     return 0
-
-
-def check(config: GenerateOptions) -> None:
-    check_limits(config)
-    check_self_prompts(config)
-    check_processes(config)
-    if config.target_offload is not None and config.url is None and not config.keep_answers:
-        raise UserError(
-            f"--target-offload is {config.target_offload!r}, with which the whole target would be "
-            "read again for every token of an answer; give --keep-answers or --url too, or leave "
-            "it out"
-        )
-    if config.url is not None and config.keep_answers:
-        raise UserError(
-            "--url and --keep-answers both say where answers come from; give one of them"
-        )
-    if config.keep_answers and (config.thinking == "both" or len(temperatures(config)) > 1):
-        raise UserError(
-            "--thinking both and several --temperature are spread over answers to be written, and "
-            "--keep-answers writes none; leave them out"
-        )
-    if config.url is None and (config.model, config.api_key) != (None, None):
-        raise UserError("--model and --api-key are about a server; give --url too")
-    if config.taps is not None and config.store_taps is None:
-        raise UserError("--taps are stored in a precision; give --store-taps bf16 or fp8 too")

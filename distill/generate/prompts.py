@@ -263,21 +263,16 @@ class Way(NamedTuple):
     thinking: bool | None  # None: as the chat template does by itself
 
 
-def temperatures(config: GenerateOptions) -> tuple[float, ...]:
-    given = config.temperature
-    return given if isinstance(given, tuple) else (given,)
-
-
 def hottest(config: GenerateOptions) -> float:
     """Highest temperature that something is drawn at."""
     asking = 0.0 if config.self_prompts is None else SELF_PROMPTS_TEMPERATURE
-    return max(*temperatures(config), asking)
+    return max(*config.temperatures, asking)
 
 
 def way_of(config: GenerateOptions, number: int) -> Way:
     """Way of the answer to a prompt: every way comes once in as many prompts in a row, in an order
     of the seed, so that no pattern of the prompts falls together with it."""
-    ways = list(itertools.product(temperatures(config), THINKING[config.thinking]))
+    ways = list(itertools.product(config.temperatures, THINKING[config.thinking]))
     block, at = divmod(number, len(ways))
     order = random.Random(f"{config.seed} ways {block}").sample(range(len(ways)), len(ways))
     return Way(*ways[order[at]])
@@ -285,7 +280,7 @@ def way_of(config: GenerateOptions, number: int) -> Way:
 
 def columns_of(config: GenerateOptions) -> list[tuple[str, pa.DataType]]:
     """Columns of what differs from row to row."""
-    columns = [("temperature", pa.float32())] if len(temperatures(config)) > 1 else []
+    columns = [("temperature", pa.float32())] if len(config.temperatures) > 1 else []
     return columns + ([("thinking", pa.bool_())] if config.thinking == "both" else [])
 
 

@@ -194,28 +194,6 @@ def asking_of(config: GenerateOptions) -> GenerateOptions:
     )
 
 
-def check_self_prompts(config: GenerateOptions) -> None:
-    if (config.self_prompts is not None) == bool(config.prompts):
-        given = "both name" if config.prompts else "are left out, and one names"
-        raise UserError(
-            f"--prompts and --self-prompts {given} the prompts; give one of them (train --data "
-            "takes several folders)"
-        )
-    if config.self_prompts is None:
-        return
-    others = {
-        "--keep-answers": config.keep_answers,
-        "--count": config.count is not None,
-        "--chat never": config.chat == "never",
-    }
-    for name, is_given in others.items():
-        if is_given:
-            raise UserError(
-                f"{name} does not go with --self-prompts {config.self_prompts}, which are so many "
-                "chats to be answered; leave it out"
-            )
-
-
 def _form_of(config: GenerateOptions, reference: Reference) -> ChatAnswers:
     """Form of a chat whose template has a turn to write in."""
     form = ChatAnswers(reference.tokenizer, reference.eos_token_ids)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.generate.answers import AnswerFolder, Arrivals
-from draftsmith.distill.generate.prompts import Prompt, recorded, temperatures
+from draftsmith.distill.generate.prompts import Prompt, recorded
 from draftsmith.distill.generate.writers import (
     AnswerWriter,
     GivenWriter,
@@ -179,7 +179,7 @@ def describe(
         "prompts": config.prompts or "self-prompts",
         "prompts_hash": _digest([prompt.ids for prompt in prompts]),
         "count": len(prompts),
-        "temperature": single(temperatures(config)),
+        "temperature": single(config.temperatures),
         "thinking": config.thinking,
         "top_k": config.top_k,
         "top_p": config.top_p,

@@ -16,21 +16,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from draftsmith.config import check_limits
 from draftsmith.distill.buffer.traffic import ServedText, branched, newest_within, text_row, without
-from draftsmith.distill.config import POSITIONS, LearnConfig
+from draftsmith.distill.config import LearnConfig
+from draftsmith.distill.config_checks import check_learn
 from draftsmith.distill.learn.teachers import (
     DraftedSpan,
     LearningBatch,
     LearningRow,
     check_positions,
-    check_teacher,
     teacher_of,
 )
 from draftsmith.distill.learn.text_states import TextStates, states_of
 from draftsmith.drafters.target.device import fast_at_bf16
 from draftsmith.drafters.target.target import Target
-from draftsmith.errors import UserError
 from draftsmith.kernels.dispatch import autocast, reads_freely
 from draftsmith.kernels.divergence.kind import kind_of
 from draftsmith.train.objective.unrolled_loss import StepSums, UnrolledLoss, unrolled_loss
@@ -112,7 +110,7 @@ class Learner:
         seed: int,
         states: TextStates | None = None,
     ):
-        check(config)
+        check_learn(config)
         self.drafter, self.target, self.config, self.seed = drafter, target, config, seed
         check_positions(config, drafter)
         known = states_of(target, config) if states is None else states
@@ -271,14 +269,6 @@ def summary(sums: StepSums) -> tuple[float, list[float]]:
     weight = sums.weight.clamp(min=1e-9)
     loss = float(sums.divergence.sum() / weight.sum())
     return loss, (sums.alpha / weight).tolist()
-
-
-def check(config: LearnConfig) -> None:
-    check_limits(config, "learn.")
-    kind_of(config.divergence)
-    check_teacher(config)
-    if not config.positions:
-        raise UserError(f"learn.positions is empty; choose from {', '.join(POSITIONS)}")
 
 
 Trained = dict[str, torch.nn.Parameter]  # by name

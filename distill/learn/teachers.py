@@ -207,22 +207,6 @@ def teacher_of(
     return RecordedTeacher(target, taps)
 
 
-def check_teacher(config: LearnConfig) -> None:
-    """Refuses options that need more than the recorded likeliest tokens and their tail."""
-    if config.teacher == "live":
-        return
-    if config.divergence.startswith("ce"):
-        raise UserError(
-            "option 'learn.divergence' needs whole distributions and records hold the likeliest "
-            "tokens; change it, or give learn.teacher=live"
-        )
-    if set(config.positions) == {"bonus"}:
-        raise UserError(
-            "learn.positions is 'bonus' alone, of which records hold no distribution; add "
-            "accepted or first-rejected, or give learn.teacher=live"
-        )
-
-
 def check_positions(config: LearnConfig, drafter: TrainedDrafter) -> None:
     """Refuses rejected continuations of a draft that reads states beside learn.teacher=recorded:
     records hold states of committed text."""

@@ -34,11 +34,9 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "
 
 def check_named(options: Any) -> None:
     """Raises `UserError` for a target, draft, adapter or folder of answers of a command's options
-    that is nowhere, where no `url` serves them. Torch-free, for a refusal at once."""
-    if getattr(options, "url", None) is not None:
-        return
+    that is nowhere. Torch-free, for a refusal at once."""
     target, draft = getattr(options, "target", None), getattr(options, "draft", None)
-    if target is not None and gguf_file(target) is None:
+    if target and gguf_file(target) is None:
         ask_hub(split_revision(target)[0])
     if isinstance(draft, str):
         ask_hub(draft, "draft")

@@ -2,6 +2,7 @@
 
 Files in reading order:
 - `command`: the command
+- `options`: the check of its options
 - `table`: which family for which engine
 - `source`: the draft and target exported from
 - `portable`: the draft's own tensors, as vLLM, SGLang and transformers read them

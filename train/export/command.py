@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 
-from draftsmith.config import check_limits, for_others
+from draftsmith.config import for_others
 from draftsmith.drafters.checkpoint import RECORD, SCHEMA_VERSION, locate, read_metadata, trained_k
 from draftsmith.drafters.layouts import hub
 from draftsmith.drafters.layouts.folder import DraftFolder
@@ -28,8 +26,9 @@ from draftsmith.files import atomic_folder, read_json, write_json
 from draftsmith.train.config import ExportConfig
 from draftsmith.train.evaluate.picture import draw_figures
 from draftsmith.train.export.model_card import CURVES, RESULTS, evaluations, model_card
+from draftsmith.train.export.options import check_options
 from draftsmith.train.export.source import ExportSource
-from draftsmith.train.export.table import HOLD_TARGET, needs_target_weights, writer
+from draftsmith.train.export.table import TARGET_WRITERS, needs_target_weights, writer
 from draftsmith.train.export.vllm_faults import SHARED_NOISE
 from draftsmith.train.quiet import quiet
 
@@ -44,7 +43,7 @@ def run(config: ExportConfig) -> int:
     with on_disk(out), atomic_folder(out) as folder:
         write(source, folder)
         if config.with_target:
-            HOLD_TARGET[config.to](source, folder)
+            TARGET_WRITERS[config.to](source, folder)
         write_json(folder / RECORD, shown_record(config, source))
         copy_pictures(source, folder)
         card = model_card(source, folder, engine=config.to, repository=config.push)
@@ -90,22 +89,6 @@ def copy_pictures(source: ExportSource, folder: Path) -> None:
     found = evaluations(source.metadata)
     if found and importlib.util.find_spec("matplotlib") is not None:
         draw_figures(found, folder / RESULTS)
-
-
-def check_options(config: ExportConfig) -> None:
-    check_limits(config)
-    if config.push is not None:
-        try:
-            validate_repo_id(config.push)
-        except HFValidationError as error:
-            raise UserError(
-                f"{config.push!r} is not a Hub repository name; give --push user/repo"
-            ) from error
-    if config.with_target and config.to not in HOLD_TARGET:
-        raise UserError(
-            f"--with-target is for {' and '.join(HOLD_TARGET)}; for {config.to} leave it out, the "
-            "target is read from where it lies"
-        )
 
 
 def open_source(config: ExportConfig) -> ExportSource:

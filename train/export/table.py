@@ -21,7 +21,7 @@ NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
 # speculators library takes them for those of the draft.
 TAKE_EMBEDDINGS = (("eagle3", "openvino"), ("eagle1", "speculators"))
 # Writers of the target beside the draft.
-HOLD_TARGET: dict[str, Writer] = {"gguf": gguf.write_target, "openvino": openvino.write_target}
+TARGET_WRITERS: dict[str, Writer] = {"gguf": gguf.write_target, "openvino": openvino.write_target}
 
 BLOCKS: dict[str, Writer] = {
     "vllm": portable.write_block,

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.config import Limits, option
 from draftsmith.distill.config import GenerateOptions
+from draftsmith.distill.config_checks import check_generate
 from draftsmith.drafters.config import Pair
 from draftsmith.errors import UserError
+from draftsmith.prompts.sources import check_source
 from draftsmith.serve.config import DEFAULT_K, LookupOptions, ServeConfig
+from draftsmith.serve.config_checks import check as check_served
 from draftsmith.serve.control.control import MAX_K
 
 if TYPE_CHECKING:
@@ -53,18 +56,17 @@ class GenerateConfig(GenerateOptions, LookupOptions, Pair):
 
 
 def run(config: GenerateConfig) -> int:
+    check(config)
+    check_source(config.prompts)
+    # Late: it imports torch, which takes seconds.
     from draftsmith.distill.generate.command import run as generate
 
-    check(config)
     return generate(config, answers_of)
 
 
 def check(config: GenerateConfig) -> None:
     """Refuses options that do not go together, before anything is loaded."""
-    from draftsmith.distill.generate.command import check as check_dataset
-    from draftsmith.serve.config_checks import check as check_served
-
-    check_dataset(config)
+    check_generate(config)
     _check_written_here(config)
     check_served(config.served())
 

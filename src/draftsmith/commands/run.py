@@ -41,7 +41,7 @@ from draftsmith.files import (
     write_text,
 )
 from draftsmith.lock import folder_lock, on_signals
-from draftsmith.progress import duration, say_loading
+from draftsmith.progress import duration
 from draftsmith.train.config import RunConfig
 
 SCHEMA_VERSION = 1
@@ -207,8 +207,6 @@ def config_of(name: str, options: dict[str, Any]) -> Any:
     check_extra(name, command.extra)
     config = build(load(command.config), options)
     if command.check:
-        if command.loads:
-            say_loading()  # as the check does
         load(command.check)(config)
     return config
 

@@ -16,7 +16,7 @@ class Command(NamedTuple):
     run: str
     summary: str
     extra: str | None = None  # whose packages the command cannot begin without
-    # of its options alone, before anything is read: what a pipeline does with all its stages
+    # of its options alone, torch-free, before anything is read: a pipeline makes it of all stages
     check: str | None = None
     alone: bool = False  # refused where a launcher has started several processes
     saves: bool = False  # started again, it goes on from what it saved
@@ -62,7 +62,7 @@ COMMANDS = {
         "draftsmith.distill.command:run",
         "the online daemon: learn from served traffic, publish gated versions",
         "train",
-        "draftsmith.distill.command:check",
+        "draftsmith.distill.config_checks:check_distill",
         alone=True,
         saves=True,
         loads=True,
@@ -84,7 +84,7 @@ COMMANDS = {
         "draftsmith.train.config:ExportConfig",
         "draftsmith.train.export.command:run",
         "write a draft in the layout vLLM, SGLang or transformers load",
-        check="draftsmith.train.export.command:check_options",
+        check="draftsmith.train.export.options:check_options",
         loads=True,
     ),
     "bench": Command(
@@ -164,6 +164,8 @@ def start(name: str, config: Any, **more: Any) -> int:
             f"WORLD_SIZE is {processes}, but {name} is one process; start it without a launcher"
         )
     check_extra(name, COMMANDS[name].extra)
+    if check := COMMANDS[name].check:
+        load(check)(config)
     if COMMANDS[name].loads:
         say_loading()
         load("draftsmith.drafters.layouts.hub:check_named")(config)

@@ -217,16 +217,21 @@ cli.main(["train", "eagle3", "t", "--data", "no/such", "--out", "o"])
 for words in (
     *("serve ./no", "bench ./no", "plan no.gguf", "eval . draft=./no suite=spec-bench"),
     *("serve . --lora sql=./no", "bench . --suffix --suffix-answers ./no", "doctor ./no"),
+    "generate ./no url=http://127.0.0.1:9 prompts=stdlib:code out=o",
+    *("distill . draft=./no buffer=b versions=v", "export ./no to=hf out=o"),
     *("audit", "audit url=http://127.0.0.1:9", "doctor url=http://127.0.0.1:9"),
-    *("bench url=http://127.0.0.1:9", "serve . k=99"),
+    *("bench url=http://127.0.0.1:9", "serve . k=99", "generate . prompts=./no out=o"),
+    *("generate . prompts=p count=0 out=o", "export . to=hf out=o push=a/b/c"),
+    "distill . draft=. buffer=b versions=v learn.teacher=recorded learn.positions=[bonus]",
 ):
     cli.main(words.split())
 sys.exit("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     refused = [line for line in done.stderr.splitlines() if "draftsmith: error: " in line]
-    told = ["'data' is not given", "'no/such' is not a folder", *["check the path"] * 6]
-    told += ["nothing to", "the URL", "the URL", "'k' is 99"]
+    told = ["'data' is not given", "'no/such' is not a folder", *["check the path"] * 9]
+    told += ["nothing to", "the URL", "the URL", "'k' is 99", "'./no' do not exist", "'count' is 0"]
+    told += ["is not a Hub repository", "is 'bonus' alone"]
     assert len(refused) == len(told) and all(a in b for a, b in zip(told, refused)), refused
     assert "check the path" in done.stdout and done.returncode == 0
 

@@ -58,20 +58,8 @@ def recipe(folder: Path, text: str) -> str:
 
 
 def test_defaults_and_conversions() -> None:
-    built = resolve(
-        "a",
-        "optim.lr=1e-4",
-        "--target",
-        "t",
-        "--steps",
-        "1e2",
-        "--minutes",
-        "3",
-        "--learn",
-        "--taps",
-        "2",
-        "5",
-    )
+    words = "a optim.lr=1e-4 --target t --steps 1e2 --minutes 3 --learn --taps 2 5"
+    built = resolve(*words.split())
     assert built == Sample(
         family="a",
         target="t",

@@ -14,29 +14,15 @@ from draftsmith.distill.command import run
 from draftsmith.distill.config import DistillConfig
 from draftsmith.errors import UserError
 
-REQUIRED = {
-    "target": "no/target",
-    "draft": "no/draft",
-    "buffer": "/no/buffer",
-    "versions": "/no/versions",
-}
+REQUIRED = dict.fromkeys(("target", "draft", "buffer", "versions"), "/no/where")
 
 
 def test_ends_belong_to_an_interval_as_they_are_written() -> None:
     half_open, other = Limits(0, 1), Limits(0, math.inf, "(]")
-    assert [half_open.hold(value) for value in (-1, 0, 0.5, 1, math.nan)] == [
-        False,
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert [other.hold(value) for value in (0, 1e-9, math.inf, math.nan)] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    held = [half_open.hold(value) for value in (-1, 0, 0.5, 1, math.nan)]
+    assert held == [False, True, True, False, False]
+    held = [other.hold(value) for value in (0, 1e-9, math.inf, math.nan)]
+    assert held == [False, True, True, False]
     assert (str(half_open), str(other)) == ("at least 0 and below 1", "above 0")
 
 

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from draftsmith.distill.config import GenerateOptions
-from draftsmith.distill.generate import command, prompts
+from draftsmith.distill.generate import prompts
 from draftsmith.errors import UserError
 
 
@@ -55,12 +55,6 @@ def test_lines_of_a_text_file_and_rows_of_jsonl(tmp_path: Path) -> None:
     ]
     assert text(load(tmp_path / "a.jsonl", template="x")[0]) == "<user>one<assistant>"
     assert text(load(tmp_path / "a.txt", count=1)[0]) == "one"
-
-
-def test_prompts_that_are_not_there_are_told_before_a_target_is_loaded() -> None:
-    options = GenerateOptions(target="nowhere", prompts="a.jsonl", out="o")
-    with pytest.raises(UserError, match=r"^prompts 'a\.jsonl' do not exist"):
-        command.run(options, lambda *_: pytest.fail("asked for answers"))
 
 
 def test_a_datasets_folder_is_read(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.chat_answers import ChatAnswers
 from draftsmith.distill.config import GenerateOptions
-from draftsmith.distill.generate.command import check
+from draftsmith.distill.config_checks import check_generate as check
 from draftsmith.distill.generate.self_prompts import KeptPrompts
 from draftsmith.errors import UserError
 from tests.chat_templates import eos_ids, tokenizer_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftsmith.distill.config import GenerateOptions
-from draftsmith.distill.generate.command import check
+from draftsmith.distill.config_checks import check_generate as check
 from draftsmith.distill.generate.prompts import way_of
 from draftsmith.errors import UserError
 
