@@ -211,6 +211,19 @@ def is_forgotten(request: str, answers: frozenset[str]) -> bool:
     return bool(answers) and request.partition("-")[0] in answers
 
 
+def check_written(url: str) -> None:
+    """Raises `UserError` for a buffer that holds no records."""
+    try:
+        shards = ShardFolder(url).shards()
+    except OSError as error:
+        raise UserError(f"buffer {url!r} cannot be read ({error}); give its folder") from error
+    if not shards:
+        raise UserError(
+            f"buffer {url!r} holds no records or is not there; give the one that serve --learn "
+            "writes to"
+        )
+
+
 # A server that has seen the mark writes nothing of it any more; what it had in hand before is
 # written by then.
 SETTLE_S = LOOK_S + 3.0

@@ -222,8 +222,3 @@ def test_what_cannot_be_judged_gives_no_verdict_and_is_counted(
     assert (status, report["verdict"]) == (1, "powerless")
     assert any(note in one for one in report["notes"])
     assert "--learn" in report["sentence"]
-
-
-def test_an_empty_folder_gives_no_verdict(tmp_path: Path) -> None:
-    status, report = audit(str(tmp_path / "nothing"), tmp_path)
-    assert (status, report["verdict"]) == (1, "powerless")

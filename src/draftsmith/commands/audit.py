@@ -22,6 +22,10 @@ def run(config: AuditConfig) -> int:
 
     # Before torch, which takes seconds to import.
     check(config)
+    if config.buffer is not None:
+        from draftsmith.distill.buffer.folder import check_written
+
+        check_written(config.buffer)
     for url in filter(None, (config.url, config.compare_url)):
         AuditClient.connect(config, url).http.close()
     from draftsmith.serve.audit.command import run as audit

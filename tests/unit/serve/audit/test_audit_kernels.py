@@ -146,6 +146,7 @@ def test_triton_where_it_cannot_run_is_one_sentence(
         (["--kernels", "--compare-url", "http://127.0.0.1:9"], "give --url, too"),
         (["--url", "http://127.0.0.1:9"], "check the URL"),
         (["--kernels", "--device", "tpu"], "device 'tpu'"),
+        (["--kernels", "--buffer", "tests"], "'tests' holds no records or is not there"),
         (["--kernels", "--impl", "cuda"], "must be one of auto, triton, torch"),
     ],
 )
