@@ -10,7 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from draftsmith.progress import say
+from draftsmith.lock import say_stopping
 from draftsmith.serve.http.completions import add_completion_endpoints
 from draftsmith.serve.http.endpoints import (
     add_learning_endpoints,
@@ -104,7 +104,7 @@ class HttpServer(uvicorn.Server):
         self._loop, self._drain_s = server.loop, http.drain_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        say(f"stopping: requests that run get {self._drain_s:g} s to finish")
+        say_stopping(self._drain_s)
         await self._drain()
         aborting = asyncio.get_running_loop().call_later(FLUSH_S, self._abort)
         await super().shutdown(sockets)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.progress import say
 
 # What a file system without locks answers.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -127,6 +128,10 @@ def sigterm_ends(server: Any) -> Iterator[None]:
     run: it raises the signal again once it has shut down."""
     with on_signals(lambda: setattr(server, "should_exit", True), signal.SIGTERM):
         yield
+
+
+def say_stopping(drain_s: float) -> None:
+    say(f"stopping: requests that run get {drain_s:g} s to finish")
 
 
 @contextmanager

@@ -3,8 +3,11 @@ records, to the buffer, which stores them."""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING
 
+from draftsmith.lock import on_signals, say_stopping
 from draftsmith.serve.config import ServeConfig
 from draftsmith.serve.config_checks import check
 
@@ -15,9 +18,15 @@ if TYPE_CHECKING:
 
 def run(config: ServeConfig) -> int:
     check(config)  # before torch, which takes seconds to import
-    from draftsmith.serve.command import run as serve
 
-    return serve(config, make_sink)
+    def end() -> None:
+        say_stopping(config.drain_s)
+        os._exit(0)  # neither libraries nor their threads hold it up
+
+    with on_signals(end, signal.SIGTERM):  # until it answers, which has an end of its own
+        from draftsmith.serve.command import run as serve
+
+        return serve(config, make_sink)
 
 
 def make_sink(config: ServeConfig, target: Target) -> Sink:

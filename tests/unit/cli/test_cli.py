@@ -187,6 +187,20 @@ getattr(draftsmith, "Engine", None)
     assert done.stdout.count("Config(") == 5
 
 
+def test_a_server_that_is_loading_says_that_it_stops() -> None:
+    code = """
+import os, signal, sys, threading, time, types
+from draftsmith import cli
+loading = types.SimpleNamespace(run=lambda *_: time.sleep(60))
+sys.modules["draftsmith.serve.command"] = loading
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+cli.main(["serve", ".", "--drain-s", "2"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 0 and "stopping: requests that run get 2 s to finish" in last
+
+
 @pytest.mark.parametrize(("beside", "of_session"), [("0", "10"), ("60", "0")])
 def test_a_learner_gives_way_to_servers_on_its_cores(beside: str, of_session: str) -> None:
     """Its session too, where Linux shares the cores out by it and nothing else is there."""
