@@ -25,7 +25,7 @@ from draftsmith.kernels.attention.paged import PagedPass
 from draftsmith.kernels.attention.pool import PagedPool
 from draftsmith.kernels.dispatch import backend_of
 from draftsmith.kernels.host_memory import affordable_copies
-from draftsmith.progress import say
+from draftsmith.progress import awaited
 
 if TYPE_CHECKING:
     from draftsmith.drafters.compiled.device_rewrite import JoinedLinear
@@ -67,8 +67,8 @@ def capture_lm(lm: CausalLM, impl: str = "auto") -> None:
     steps = steps_for(lm.device, lm.dtype, impl)
     if lm.captured or steps is None or lm.state_layers:
         return
-    say(f"capturing the passes of {lm.name}")
-    lm.replay(attempt(lm.name, lambda: _capture(lm, steps), log_level(steps)))
+    with awaited(f"capturing the passes of {lm.name}"):
+        lm.replay(attempt(lm.name, lambda: _capture(lm, steps), log_level(steps)))
 
 
 def log_level(steps: Literal["cpu", "triton"]) -> int:

@@ -23,7 +23,7 @@ from draftsmith.kernels.host_memory import affordable_copies, host_bytes
 from draftsmith.kernels.measured import CHOICES, Choices
 from draftsmith.kernels.products.fast_types import Use, name_of, speed_of
 from draftsmith.kernels.products.narrow_products import NARROW
-from draftsmith.progress import say
+from draftsmith.progress import awaited, say
 
 # Without "auto", which each use decides for itself.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NAMES if name != "auto"}
@@ -169,31 +169,31 @@ def load_target(
     pass; `offload` as `load_model` has it. Raises `UserError`."""
     # Commands show one progress line, their own.
     transformers_logging.disable_progress_bar()
-    _tell(f"loading {path}")
     there = device_of(device)
-    weights = dtype
-    if isinstance(dtype, str):
-        weights = weight_dtype(dtype, there, path, use=use, trust_remote_code=trust_remote_code)
     if offload == "cpu" and there.type == "cpu":
         raise UserError(
             "target_offload is 'cpu' and the target runs there, so its weights would stay where "
             "they are; give disk, or leave it out"
         )
-    if shares > 1:
-        model = load_spread(
-            path, dtype=weights, device=there, shares=shares, trust_remote_code=trust_remote_code
+    trust, weights = trust_remote_code, dtype
+    with awaited(f"loading {path}", shows=os.environ.get("RANK", "0") == "0"):
+        if isinstance(dtype, str):
+            weights = weight_dtype(dtype, there, path, use=use, trust_remote_code=trust)
+        if shares > 1:
+            model = load_spread(
+                path, dtype=weights, device=there, shares=shares, trust_remote_code=trust
+            )
+            return Target(model, path, max_length=max_length, trust_remote_code=trust)
+        target = Target.load(
+            path,
+            dtype=weights,
+            device=there,
+            offload=offload,
+            max_length=max_length,
+            trust_remote_code=trust,
         )
-        return Target(model, path, max_length=max_length, trust_remote_code=trust_remote_code)
-    target = Target.load(
-        path,
-        dtype=weights,
-        device=there,
-        offload=offload,
-        max_length=max_length,
-        trust_remote_code=trust_remote_code,
-    )
-    check_weights(target.model, path)
-    return target
+        check_weights(target.model, path)
+        return target
 
 
 def fast_at_bf16(device: torch.device, choices: Choices = CHOICES) -> bool:

@@ -29,7 +29,7 @@ from draftsmith.drafters.layouts.hub import check_named
 from draftsmith.drafters.tree_shape import parse_tree
 from draftsmith.errors import UserError
 from draftsmith.kernels.acceptance import DraftCost
-from draftsmith.progress import Progress, say
+from draftsmith.progress import Progress, awaited, say
 from draftsmith.prompts.suites import Asked, Question, check_suite, most_tokens, read_suite
 from draftsmith.serve.bench.client import Client, PassResult, Prompt, TimedAnswer, read_prompts
 from draftsmith.serve.bench.config import BenchConfig, ServedPair
@@ -307,11 +307,11 @@ def started(arguments: list[str], *, timeout_s: float, api_key: str | None = Non
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "wb+") as log:
         command = [sys.executable, "-m", "draftsmith.cli", "serve", *arguments, "--port", str(port)]
-        say("starting a server")
         process = subprocess.Popen(command, stdout=log, stderr=log, env=with_key(api_key))
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait(process, url, Path(folder) / "log", timeout_s)
+            with awaited("starting a server"):
+                _wait(process, url, Path(folder) / "log", timeout_s)
             yield url
         finally:
             process.terminate()

@@ -9,9 +9,10 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 LINE = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
@@ -84,6 +85,8 @@ def say(text: str) -> None:
     if log_handler() is not None:
         logging.getLogger("draftsmith").info(text)
     else:
+        for one in list(Progress.opened):
+            one._bar.clear()  # of a terminal, that the line is one of its own
         print(f"draftsmith: {text}", file=sys.stderr, flush=True)
 
 
@@ -147,12 +150,13 @@ def draws() -> bool:
 
 class Progress:
     """`Progress("generate", 200, unit="answers")`; `update(done, note="812 tok/s")`; `close()`.
-    The ETA is measured from the work done since construction, so a resumed job gives `start`."""
+    The ETA is measured from the work done since construction, so a resumed job gives `start`; `bar`
+    as tqdm takes it."""
 
     opened: ClassVar[WeakSet[Progress]] = WeakSet()
 
     def __init__(
-        self, label: str, total: int, *, unit: str, start: int = 0, shows: bool = True
+        self, label: str, total: int, *, unit: str, start: int = 0, shows: bool = True, **bar: Any
     ) -> None:
         from tqdm.auto import tqdm  # late: the reference is made without it
 
@@ -160,7 +164,7 @@ class Progress:
         lines = {"file": Lines(), "bar_format": LINE, "mininterval": 10.0, "position": 0}
         self._bar = tqdm(
             desc=label, total=total, unit=f" {unit}", initial=start, disable=not (shows and total),
-            miniters=1, dynamic_ncols=True,
+            miniters=1, dynamic_ncols=True, **bar,
             **({"bar_format": BAR} if draws() else lines),
         )  # fmt: skip
         self.opened.add(self)
@@ -196,8 +200,20 @@ def _last_shown(shown_s: float) -> float:
     shown_s = max([shown_s, *(bar.last_print_t for bar in bars)])
     if not bars or time.time() - shown_s <= SILENT_S:
         return shown_s
-    max(bars, key=lambda bar: bar.start_t).refresh()
+    newest = max(bars, key=lambda bar: bar.start_t)
+    newest.refresh()
+    newest.delay = 0  # nor does its end go unseen
     return time.time()
+
+
+@contextmanager
+def awaited(step: str, *, shows: bool = True) -> Iterator[None]:
+    """Says what is done inside, and again where that takes long: the work is seen to go on."""
+    if shows:
+        say(step)
+    with closing(Progress(step, 1, unit="steps", shows=shows, delay=SILENT_S)) as progress:
+        yield
+        progress._bar.n = 1  # which its end shows
 
 
 def close_all() -> None:

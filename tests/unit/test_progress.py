@@ -14,13 +14,13 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from draftsmith.cli import main
-from draftsmith.progress import Progress, factor
+from draftsmith.progress import Progress, factor, say
 
 LOGS = """
 import logging, sys, warnings
@@ -102,13 +102,15 @@ def test_an_error_is_the_last_line_of_work_that_it_ended(
     assert bar.startswith("bench: 0/") and last.startswith("draftsmith: error: ")
 
 
-def on_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> str:
+def on_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], None] = advance
+) -> str:
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     shown = b""
     with os.fdopen(terminal, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
-        advance()
+        work()
         stream.flush()
         while b"all of it" not in shown or not shown.endswith(b"\n"):
             shown += os.read(controller, 65536)
@@ -121,6 +123,15 @@ def test_a_terminal_has_one_bar_that_is_drawn_again(monkeypatch: pytest.MonkeyPa
     assert "| 100/200 answers [" in first and "812 tok/s" in middle and "all of it" in last
     assert shown.count("\n") == 1
     assert on_terminal(0, monkeypatch).startswith("generate: 100/200 answers [00:00<?]\n")
+
+
+def test_a_line_beside_a_bar_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> None:
+        progress = Progress("work", 2, unit="parts")
+        say("resting")
+        progress.close("all of it")
+
+    assert "\rdraftsmith: resting\n" in on_terminal(100, monkeypatch, work)
 
 
 def test_a_stream_that_only_says_it_is_a_terminal_has_lines(

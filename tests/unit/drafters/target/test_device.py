@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.drafters.target import device
 from draftsmith.drafters.target.device import fast_at_bf16, load_target, weight_dtype
 from draftsmith.errors import UserError
 from draftsmith.kernels.measured import VARIABLE, Choices
@@ -151,3 +153,14 @@ def test_bfloat16_steps_pay_where_they_are_faster(
     choices = times(tmp_path, float32=2.0, bfloat16=seconds)
     assert fast_at_bf16(CPU, choices) is expected
     assert not fast_at_bf16(torch.device("mps")) and not fast_at_bf16(torch.device("xpu"))
+
+
+def test_a_target_that_loads_long_is_seen_to_load(
+    tiny_target: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("draftsmith.progress.SILENT_S", 0.5)
+    monkeypatch.setattr(device, "check_weights", lambda *_: time.sleep(2))
+    load_target(name := tiny_target("llama"), dtype=FLOAT32, device="cpu", trust_remote_code=False)
+    first, *others, last = capsys.readouterr().err.splitlines()
+    assert first == f"draftsmith: loading {name}" and f"loading {name}: 1/1" in last
+    assert others and all(one.startswith(f"loading {name}: 0/1") for one in others)
