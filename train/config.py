@@ -249,7 +249,7 @@ class PlanConfig:
         (), "families to plan [default: that of the recipe, or all]", choices=FAMILIES
     )
     recipe: str | None = option(
-        None, "recipe of `train` whose batch, unroll, shape and epochs are planned"
+        None, "recipe of `train` whose batch, unroll, shape and length are planned"
     )
     answers: int = option(50000, "answers to train on, where no data is given", limits=AT_LEAST_1)
     tokens: int = option(512, "tokens of an answer, where no data is given", limits=AT_LEAST_1)

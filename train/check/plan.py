@@ -24,6 +24,7 @@ from draftsmith.train.check.finding import FAIL
 from draftsmith.train.check.memory import GIB, TRAINED_BYTES, check_fit, check_training, parts_of
 from draftsmith.train.config import FAMILIES as TRAINED
 from draftsmith.train.config import PlanConfig, TrainConfig
+from draftsmith.train.data.folders import check_folders
 from draftsmith.train.data.mixture import read_mixture
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.quiet import quiet
@@ -34,6 +35,7 @@ STEP_ROWS, STEP_LENGTH = 4, 256  # of the timed step, at most
 STORED_PAYS = 0.3  # share of a step's time that the target takes
 TIMED = 3  # passes of each kind, the first of which is not counted
 PASSES = 2 * TIMED  # of a draft
+Sizes = tuple[int, float]  # tokens of an epoch, and of a text
 HEAD = ("draft", "trained", "tok/s", "target", "hours", "memory")
 
 
@@ -57,17 +59,18 @@ def run(config: PlanConfig) -> int:
 
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
+    families = families_of(config)
+    check_folders(config.data)
     target = open_target(config)
-    tokens = num_tokens(config, target)
+    sizes = sizes_of(config, target)
     drafts: list[Planned] = []
     refused: dict[str, str] = {}
-    families = families_of(config)
     progress = Progress("plan", len(families) * PASSES, unit="passes")
     for at, family in enumerate(families):
         progress.update(at * PASSES, family)
         try:
             show = partial(progress.advance, family)
-            drafts.append(planned(config, target, tokens, family, show))
+            drafts.append(planned(config, target, sizes, family, show))
         except UserError as error:
             refused[family] = str(error)
     progress.update(progress.total)
@@ -79,7 +82,7 @@ def make_plan(config: PlanConfig) -> dict[str, Any]:
         "schema": 1,
         "target": config.target,
         "device": str(target.device),
-        "tokens": tokens,
+        "tokens": sizes[0],
         "drafts": [draft._asdict() for draft in drafts],
         "refused": refused,
         "give": give(config, drafts),
@@ -96,20 +99,31 @@ def open_target(config: PlanConfig) -> Target:
     return load_target(config.target, dtype=dtype, offload=offload, trust_remote_code=trust)
 
 
-def num_tokens(config: PlanConfig, target: Target) -> int:
+def sizes_of(config: PlanConfig, target: Target) -> Sizes:
     if not config.data:
-        return config.answers * config.tokens
+        return config.answers * config.tokens, config.tokens
     length = target.max_positions
     mixture = read_mixture(config.data, target, max_length=length, held_out_share=0.0)
-    return mixture.tokens_per_epoch()
+    return mixture.tokens_per_epoch(), float(mixture.train.lengths.mean())
 
 
 def recipe_of(config: PlanConfig) -> dict[str, Any]:
     return {} if config.recipe is None else read_yaml(config.recipe)
 
 
-def epochs_of(config: PlanConfig) -> float:
-    return config.epochs or recipe_of(config).get("epochs") or 1.0
+def limits_of(train: TrainConfig) -> dict[str, float]:
+    """Options that end the run, whichever comes first."""
+    given = {"steps": train.steps, "epochs": train.epochs, "minutes": train.minutes}
+    return {name: value for name, value in given.items() if value is not None} or {"epochs": 1}
+
+
+def seconds_of(train: TrainConfig, sizes: Sizes, tokens_per_s: float) -> float:
+    """Time until the first of these limits."""
+    tokens, of_a_text = sizes
+    row = train.max_length if train.packing else min(of_a_text, train.max_length)
+    step_s = row * train.batch_size * train.accumulate / tokens_per_s
+    each_s = {"steps": step_s, "epochs": tokens / tokens_per_s, "minutes": 60.0}
+    return min(value * each_s[name] for name, value in limits_of(train).items())
 
 
 def families_of(config: PlanConfig) -> tuple[str, ...]:
@@ -129,6 +143,7 @@ def training(config: PlanConfig, family: str) -> TrainConfig:
         "target_offload": config.target_offload,
         "data": config.data or ("DATA",),
         "out": "DRAFT",
+        **({} if config.epochs is None else {"epochs": config.epochs}),
     }
     train = build(TrainConfig, merge(recipe_of(config), own))
     check_options(train)
@@ -136,7 +151,7 @@ def training(config: PlanConfig, family: str) -> TrainConfig:
 
 
 def planned(
-    config: PlanConfig, target: Target, tokens: int, family: str, show: Callable[[], None]
+    config: PlanConfig, target: Target, sizes: Sizes, family: str, show: Callable[[], None]
 ) -> Planned:
     """`show` is called after each of `PASSES` passes."""
     train, offload = training(config, family), config.target_offload
@@ -154,7 +169,7 @@ def planned(
         parameters=trained,
         tokens_per_s=tokens_per_s,
         target_share=target_share,
-        hours=tokens * epochs_of(config) / tokens_per_s / 3600,
+        hours=seconds_of(train, sizes, tokens_per_s) / 3600,
         memory_bytes=parts_of(target.model).on_device(offload=offload) + TRAINED_BYTES * trained,
         too_large=f"training {family} is too large: {fits.what}; {fits.mend}" if fits.mend else "",
     )
@@ -201,10 +216,12 @@ def seconds(work: Callable[[], torch.Tensor], show: Callable[[], None]) -> float
 
 def give(config: PlanConfig, drafts: list[Planned]) -> list[str]:
     """Commands of the run with the first draft, and what makes it faster or possible."""
-    first, data, epochs = drafts[0], " ".join(config.data) or "DATA", epochs_of(config)
+    first, data = drafts[0], " ".join(config.data) or "DATA"
+    limits = limits_of(training(config, first.family))
+    epochs = limits.get("epochs", 1)
     words = [
         f"draftsmith train {first.family} {quote(config.target)} --data {data} --out DRAFT",
-        f"--epochs {epochs:g}",
+        *(f"--{name} {value:.15g}" for name, value in limits.items()),
         *(["--target-offload", config.target_offload] if config.target_offload else []),
         *([config.recipe] if config.recipe else []),
     ]

@@ -68,9 +68,9 @@ def test_what_is_to_be_given_is_a_command_of_train(planned: Planned, tmp_path: P
         "draft: {intermediate_size: 32}\n"
     )
     (draft,) = (found := planned("--recipe", str(recipe)))["drafts"]
-    assert " --epochs 4 " in found["give"][1]
-    whole_s = 4 * found["tokens"] / draft["tokens_per_s"]
-    assert draft["hours"] == pytest.approx(whole_s / 3600)
+    assert " --steps 3 --epochs 4 " in found["give"][1]
+    step_s = 2 * 16 / draft["tokens_per_s"]
+    assert draft["hours"] == pytest.approx(3 * step_s / 3600)
     much = plan.Planned(**draft | {"target_share": 0.7})
     *_, last = plan.give(PlanConfig(target="T", recipe=str(recipe)), [much])
     assert last.endswith("to run it once for 4 epochs")
@@ -85,6 +85,10 @@ def test_what_is_to_be_given_is_a_command_of_train(planned: Planned, tmp_path: P
     assert (config.family, config.epochs, config.batch_size) == ("mtp", 2, 2)
     assert config.draft.intermediate_size == 32
     assert generate == f"draftsmith generate {config.target} --prompts PROMPTS --out DATA"
+    recipe.write_text("family: mtp\nminutes: 2\nunroll: {steps: 2}\n")
+    (draft,) = (found := planned("--recipe", str(recipe)))["drafts"]
+    assert draft["hours"] == pytest.approx(2 / 60)
+    assert " --minutes 2 " in found["give"][1] and "--epochs" not in found["give"][1]
 
 
 def test_a_family_that_cannot_be_planned_is_left_out_with_its_reason(
