@@ -33,16 +33,8 @@ FAMILIES: dict[str, Family] = {
 # The first that matches a config is its family: P-EAGLE is EAGLE-3 with further keys, an MTP
 # module comes in the folder of a causal LM, and EAGLE-1 may bear the architecture of one.
 MATCH_ORDER = (
-    "p-eagle",
-    "eagle3",
-    "mtp",
-    "medusa",
-    "mlp",
-    "dflash",
-    "dspark",
-    "eagle1",
-    "draft-lm",
-)
+    "p-eagle", "eagle3", "mtp", "medusa", "mlp", "dflash", "dspark", "eagle1", "draft-lm",
+)  # fmt: skip
 # `speculators_model_type` -> family.
 SPECULATORS = {
     "eagle": "eagle1",

@@ -119,14 +119,10 @@ LATENT = LayerKind(
     ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
     "self_attn.kv_a_proj_with_mqa.weight",
     (
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_rope_head_dim",
-        "qk_nope_head_dim",
-        "v_head_dim",
+        "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
         "rope_interleave",
     ),
-)
+)  # fmt: skip
 KINDS = (QWEN3, LATENT, LLAMA)
 
 

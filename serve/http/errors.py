@@ -22,18 +22,9 @@ from draftsmith.serve.requests.request import Request as EngineRequest
 RETRY_AFTER = {"retry-after": "1"}
 _LEADING_NAME = re.compile(r"[a-z_]+")
 SHORT_NAMES = (
-    "temperature",
-    "stop",
-    "seed",
-    "logprobs",
-    "prompt",
-    "messages",
-    "grammar",
-    "speculation",
-    "tools",
-    "verbosity",
-    "n",
-)
+    "temperature", "stop", "seed", "logprobs", "prompt", "messages", "grammar", "speculation",
+    "tools", "verbosity", "n",
+)  # fmt: skip
 
 
 # OpenAI's types of errors by status; of other ones below 500 it is the request's fault.

@@ -24,15 +24,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPEN_PATHS = (
-    "/health",
-    "/ping",
-    "/metrics",
-    "/version",
-    "/load",
-    "/openapi.json",
-    "/dashboard",
-    "/",
-)
+    "/health", "/ping", "/metrics", "/version", "/load", "/openapi.json", "/dashboard", "/",
+)  # fmt: skip
 ANSWERING_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 

@@ -16,16 +16,9 @@ from typing import NamedTuple
 from draftsmith.prompts.shares import uniform
 
 SKIPPED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-    "__pycache__",
-    "pydoc_data",
-}
+    "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo",
+    "__pycache__", "pydoc_data",
+}  # fmt: skip
 
 
 class Document(NamedTuple):
