@@ -12,6 +12,7 @@ constexpr int64_t kSlots = 256;           // of the context that are weighed at 
 constexpr int64_t kFew = 16, kMany = 48;  // queries that share the keys they read
 constexpr int64_t kTogether = 16;         // slots that lie near while all queries meet them
 constexpr int64_t kMostDim = 256;         // of keys and values
+constexpr int64_t kAhead = 32;            // vectors that are asked for before they are read
 
 template <typename T>
 struct Pass {
@@ -56,6 +57,13 @@ inline Lanes sums_of(Lanes* x) {
 constexpr int64_t whole(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 inline int64_t whole_run(int64_t count) { return (count + kTogether - 1) / kTogether * kTogether; }
 
+// Asks for a vector, into the cache that has room for many on their way: vectors lie apart, so that a processor
+// does not foresee them.
+template <typename T>
+inline void ask_for(const T* vector, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(vector + d, 0, 2);
+}
+
 // Keys or values of `kTogether` slots in float32, for all queries that meet them; behind `dim` numbers zeros up
 // to a whole register. The dimension is a constant where `kDim` is not 0.
 template <typename T, int kDim>
@@ -64,11 +72,9 @@ struct Near {
   const float* rows[kTogether];
   float wide[kTogether][kRoom];
 
-  // The vectors behind these are asked for: they lie apart, so that a processor does not foresee them.
   void take(const T* const* vectors, int64_t dim) {
     for (int64_t j = 0; j < kTogether; j++) {
-      for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T)))
-        __builtin_prefetch(vectors[j + kTogether] + d);
+      ask_for(vectors[j + kAhead], dim);
       rows[j] = wide[j];
       if constexpr (kDim && std::is_same<T, float>::value) {
         rows[j] = vectors[j];
@@ -229,9 +235,7 @@ struct Many {
 
   void weigh(const T* const* keys, const Seen& seen, int64_t j) {
     T near[kRoom * kTogether];
-    for (int64_t k = 0; k < kTogether; k++)
-      for (int64_t at = 0; at < bytes(); at += 64)
-        __builtin_prefetch((const char*)keys[k + kTogether] + at);
+    for (int64_t k = 0; k < kTogether; k++) ask_for(keys[k + kAhead], kDim ? kDim : dim);
     for (int64_t group = 0; group < kSlotsAcross; group++)
       for (int64_t at = 0; at < bytes(); at += kBytes) {
         Lanes x[kLanes] = {};
@@ -262,6 +266,7 @@ struct Many {
 
   void gather(const T* const* values, int64_t value_dim, const Seen& seen, int64_t j, float (*sums)[kRoom]) {
     T near[kRoom * kTogether];
+    for (int64_t k = 0; k < kTogether; k++) ask_for(values[k + kAhead], value_dim);
     for (int64_t k = 0; k < kTogether; k += kWidth)
       for (int64_t d = 0; d < kDim; d += kLanes) lay(values + k, d, near + k * kDim + d * kWidth);
     for (int64_t i = 0; i < seen.count;) {
@@ -303,7 +308,8 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
   float sums[kQueries][Queries<T, kDim>::kRoom], weights[kQueries][kSlots];
   float top[kQueries], total[kQueries];
   int64_t from[kQueries], to[kQueries];  // the slots a query sees
-  const T *keys[kSlots + kTogether], *found[kSlots + kTogether];
+  // Vectors in the order in which they are read: keys of a run, its values, the keys of the next one.
+  const T* vectors[2 * kSlots + kAhead];
   int64_t least = INT64_MAX, most = 0;
   for (int64_t i = 0; i < count; i++) {
     const int64_t token = begin + (first + i) / group, head = kv_head * group + (first + i) % group;
@@ -324,17 +330,22 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
   for (int64_t start = least / kSlots * kSlots; start < most; start += kSlots) {
     const int64_t end = start + kSlots < most ? start + kSlots : most;
     const int64_t begun = least > start ? (least - start) / kTogether * kTogether : 0;
-    for (int64_t at = start + begun; at < end;) {  // a division for each block, not for each slot
-      const int64_t block = at / size, next = (block + 1) * size, moved = (table[block] - block) * size;
-      for (const int64_t stop = next < end ? next : end; at < stop; at++) {
-        keys[at - start] = p.keys + (at + moved) * key_stride + kv_head * key_dim;
-        found[at - start] = p.values + (at + moved) * value_stride + kv_head * value_dim;
+    const int64_t slots = whole_run(end - start) - begun, first_slot = start + begun;
+    const T **keys = vectors, **found = vectors + slots, **next = found + slots;
+    const int64_t known = most - first_slot < slots + kAhead ? most - first_slot : slots + kAhead;
+    for (int64_t at = 0; at < known;) {  // a division for each block, not for each slot
+      const int64_t slot = first_slot + at, block = slot / size, moved = (table[block] - block) * size;
+      const int64_t rest = (block + 1) * size - slot, stop = rest < known - at ? at + rest : known;
+      for (; at < stop; at++) {
+        const int64_t place = first_slot + at + moved;
+        (at < slots ? keys : next - slots)[at] = p.keys + place * key_stride + kv_head * key_dim;
+        if (at < slots) found[at] = p.values + place * value_stride + kv_head * value_dim;
       }
     }
-    for (int64_t j = end - start; j < whole_run(end - start) + kTogether; j++)
-      keys[j] = keys[j - 1], found[j] = found[j - 1];
+    for (int64_t j = known; j < slots; j++) keys[j] = keys[j - 1], found[j] = found[j - 1];
+    for (int64_t j = known > slots ? known - slots : 0; j < kAhead; j++) next[j] = found[slots - 1];
     const Seen seen{from, to, start, count, weights};
-    for (int64_t j = begun; j < end - start; j += kTogether) queries.weigh(keys + j, seen, j);
+    for (int64_t j = begun; j < end - start; j += kTogether) queries.weigh(keys + j - begun, seen, j);
     for (int64_t i = 0; i < count; i++) {
       const int64_t low = from[i] > start ? from[i] - start : 0;
       const int64_t high = (to[i] < end ? to[i] : end) - start;
@@ -349,7 +360,7 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
       for (int64_t d = 0; d < value_dim; d++) sums[i][d] *= kept;
     }
     for (int64_t j = begun; j < end - start; j += kTogether)
-      queries.gather(found + j, value_dim, seen, j, sums);
+      queries.gather(found + j - begun, value_dim, seen, j, sums);
   }
   for (int64_t i = 0; i < count; i++) {
     const int64_t token = begin + (first + i) / group, head = kv_head * group + (first + i) % group;
