@@ -17,6 +17,7 @@ from draftsmith.drafters.target.target import Target
 from draftsmith.drafters.vocabulary import tokenizer_difference
 from draftsmith.errors import UserError, first_line
 from draftsmith.files import read_json
+from draftsmith.kernels.suffix_search import TableFields
 
 DEMO = Path(__file__).parents[2] / "demo_answers"  # of the package
 LONGEST = 4  # context in the answers
@@ -45,6 +46,7 @@ class AnswerTable:
         self.shares = shares[order]
         # Views that give Python's own numbers.
         self._cells = memoryview(self.keys), memoryview(self.tokens), memoryview(self.shares)
+        self.fields = TableFields.of(self.keys, self.tokens, self.shares)
 
     def best(self, keys: Sequence[int]) -> tuple[int, float]:
         """The token of the largest share behind the contexts of `keys`, the shortest first, and the

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from draftsmith.drafters.interface import DraftInputs, Proposal
-from draftsmith.drafters.text.answers import CAUTION, SEPARATOR, WORD, AnswerTable, keys_of, powers
+from draftsmith.drafters.text.answers import CAUTION, SEPARATOR, WORD, AnswerTable, keys_of
 from draftsmith.drafters.weights import ReadBytes
 from draftsmith.kernels.attention.pool import PagedPool
+from draftsmith.kernels.suffix_search import IndexFields, drafted, extended, searches
 
 # The part of a request's own text that is searched: about 9 MB of index where a text is as long.
 WINDOW = 131_072
@@ -50,6 +51,7 @@ class Suffix:
             shares nothing.
         max_cached_tokens: tokens of these held at most.
         answers: stored ones, never forgotten.
+        compiled: searches by a kernel, where there is a compiler.
     """
 
     family = "suffix"
@@ -61,9 +63,12 @@ class Suffix:
         max_cached_requests: int = 10_000,
         max_cached_tokens: int = 1 << 21,
         answers: AnswerTable | None = None,
+        compiled: bool = True,
     ):
         self.keeps_finished, self.answers = max_cached_requests > 0, answers
-        self.shared = SuffixIndex(max_cached_tokens, max_texts=max(1, max_cached_requests))
+        texts = max(1, max_cached_requests)
+        self.shared = SuffixIndex(max_cached_tokens, max_texts=texts, compiled=compiled)
+        self._compiled, self._search = compiled, searches() if compiled else None
         self._own: dict[str, OwnText] = {}
 
     def new_pool(
@@ -109,9 +114,16 @@ class Suffix:
         score, survival = 0.0, 1.0
         if k == 0:
             return SuffixDraft(tokens, score)
-        own = self._own.setdefault(name, OwnText()) if name else OwnText()
+        own = self._own.get(name) or OwnText(compiled=self._compiled)
+        if name:
+            self._own[name] = own
         own.read(history)
         context = history[-LONGEST:]
+        if self._search is not None:
+            others = self.shared.fields if shared else None
+            table = self.answers.fields if shared and self.answers is not None else None
+            texts, cautions = (own.index.fields, others, table), (OWN_CAUTION, CAUTION)
+            return SuffixDraft(*drafted(self._search, *texts, context, k, cautions, least))
         while len(tokens) < k:
             token, chance = self._likeliest(context, own.index, shared)
             survival *= chance
@@ -130,8 +142,7 @@ class Suffix:
         best = likeliest(own, context, keys, OWN_CAUTION)
         # What another answer drew under the same seed may have no part in this one's drafts.
         if shared:
-            if best[1] < most_likely(context, CAUTION):
-                best = max(best, likeliest(self.shared, context, keys, CAUTION), key=_chance)
+            best = max(best, likeliest(self.shared, context, keys, CAUTION), key=_chance)
             if self.answers is not None:
                 best = max(best, self.answers.best(keys), key=_chance)
         return best
@@ -141,40 +152,30 @@ def _chance(offer: tuple[int, float]) -> float:
     return offer[1]
 
 
-def most_likely(context: Sequence[int], caution: float) -> float:
-    """The chance of an offer that no other one exceeds."""
-    return SEEN / (SEEN + caution / len(context))
-
-
 def likeliest(
     index: SuffixIndex, context: Sequence[int], keys: Sequence[int], caution: float
 ) -> tuple[int, float]:
     """The offer of the best chance among those of the orders of an index; `keys` of the context."""
-    best, most = (SEPARATOR, 0.0), most_likely(context, caution)
+    best = SEPARATOR, 0.0
     for found in index.newest(context, keys, SEEN):
-        length, token = max(found, key=_length)
+        length, token = max(found, key=lambda place: place[0])
         agreeing = sum(other == token for _, other in found)
         best = max(best, (token, agreeing / (len(found) + caution / length)), key=_chance)
-        if best[1] >= most:
-            break
     return best
-
-
-def _length(place: tuple[int, int]) -> int:
-    return place[0]
 
 
 class OwnText:
     """The index of one request's text so far."""
 
-    def __init__(self) -> None:
-        self.index = SuffixIndex(0)
+    def __init__(self, *, compiled: bool) -> None:
+        self.compiled = compiled
+        self.index = SuffixIndex(0, compiled=compiled)
         self.num_read = 0
 
     def read(self, history: list[int]) -> None:
         """Read the new part of a text."""
         if self.num_read == 0 or self.index.capacity < min(len(history), WINDOW):
-            self.index = SuffixIndex(min(2 * len(history), WINDOW))
+            self.index = SuffixIndex(min(2 * len(history), WINDOW), compiled=self.compiled)
             self.index.begin_text()
             self.num_read = 0
         self.index.extend(history[self.num_read :])
@@ -186,8 +187,6 @@ class OwnText:
 ORDERS = (1, 2, 4, 8)
 # Positions of a chain that are looked at, newest first: hashes of other tokens are among them.
 MAX_STEPS = 128
-# Below this, Python's own numbers are faster than arrays.
-FEW = 24
 MIX = 0xD6E8FEB86659FD93
 _Links = tuple[memoryview, memoryview]  # the newest place of a hash, and the one before each
 
@@ -196,19 +195,22 @@ class SuffixIndex:
     """Texts are appended one after another; the newest may be extended. `capacity` tokens, rounded
     up to a power of two."""
 
-    def __init__(self, capacity: int, *, max_texts: int = 1):
+    def __init__(self, capacity: int, *, max_texts: int = 1, compiled: bool = True):
         bits = max(6, (capacity - 1).bit_length())
         self.capacity, self.max_texts = 1 << bits, max_texts
         self._mask, self._shift = self.capacity - 1, 64 - bits
         self._text = np.zeros(self.capacity, dtype=np.int32)
         # Positions plus one, so that pages of zeros that were never touched mean "none".
-        self._heads = [np.zeros(self.capacity, dtype=np.int64) for _ in ORDERS]
-        self._previous = [np.zeros(self.capacity, dtype=np.int64) for _ in ORDERS]
+        heads, previous = (
+            [np.zeros(self.capacity, dtype=np.int64) for _ in ORDERS] for _ in range(2)
+        )
         # Views that give Python's own numbers.
         self._cells = memoryview(self._text)
         self._links: list[_Links] = [
-            (memoryview(head), memoryview(link)) for head, link in zip(self._heads, self._previous)
+            (memoryview(head), memoryview(link)) for head, link in zip(heads, previous)
         ]
+        self._extend = found[0] if compiled and (found := searches()) else None
+        self._fields = IndexFields.of(self._text, heads, previous, self._mask, self._shift)
         self._starts: deque[int] = deque()  # of the texts still held
         self.end = 0  # positions are never reused; slots are
 
@@ -216,6 +218,12 @@ class SuffixIndex:
     def oldest(self) -> int:
         """The first position that may be looked at."""
         return max(self._starts[0] if self._starts else self.end, self.end - self.capacity)
+
+    @property
+    def fields(self) -> IndexFields:
+        begin = self._starts[-1] if self._starts else self.end
+        self._fields.oldest, self._fields.end, self._fields.begin = self.oldest, self.end, begin
+        return self._fields
 
     @property
     def num_texts(self) -> int:
@@ -236,11 +244,12 @@ class SuffixIndex:
         """Appends tokens to the newest text. Of more than the ring holds beside their context, the
         last ones."""
         tokens = tokens[-(self.capacity - ORDERS[-1]) :]
-        if len(tokens) < FEW:
+        if self._extend is not None:
+            extended(self._extend, self.fields, tokens)
+            self.end += len(tokens)
+        else:
             for token in tokens:
                 self._append(token)
-        else:
-            self._append_many(np.asarray(tokens, dtype=np.int32))
 
     def newest(
         self, context: Sequence[int], keys: Sequence[int], most: int
@@ -256,7 +265,6 @@ class SuffixIndex:
     def _ends(
         self, backwards: Sequence[int], size: int, links: _Links, keys: Sequence[int], most: int
     ) -> list[tuple[int, int]]:
-        # One loop, for every drafted token goes through it several times.
         (heads, previous), cells, mask, oldest = links, self._cells, self._mask, self.oldest
         found: list[tuple[int, int]] = []
         place, last = heads[self._slot(keys[size - 1])] - 1, self.end - 1
@@ -293,31 +301,3 @@ class SuffixIndex:
             slot = self._slot(keys[size - 1])
             previous[place & self._mask] = heads[slot]
             heads[slot] = place + 1
-
-    def _append_many(self, tokens: np.ndarray) -> None:
-        first = self.end
-        self._text[np.arange(first, first + len(tokens)) & self._mask] = tokens
-        self.end = first + len(tokens)
-        begin = max(self._starts[-1], first - ORDERS[-1] + 1)
-        recent = self._text[np.arange(begin, self.end) & self._mask].astype(np.uint64)
-        key = np.zeros(len(recent), dtype=np.uint64)
-        for back, power in enumerate(powers(ORDERS[-1])):
-            key[back:] += (recent[: len(recent) - back] + np.uint64(1)) * power
-            if back + 1 in ORDERS:
-                places = np.arange(max(first, begin + back), self.end)
-                slots = (key[places - begin] * np.uint64(MIX)) >> np.uint64(self._shift)
-                self._link(ORDERS.index(back + 1), places, slots.astype(np.int64))
-
-    def _link(self, order: int, places: np.ndarray, slots: np.ndarray) -> None:
-        """Link positions as one after the other would: those of one slot point back to each other,
-        the first to the head there."""
-        if len(places) == 0:
-            return
-        sequence = np.argsort(slots, kind="stable")
-        places, slots = places[sequence], slots[sequence]
-        is_first = np.ones(len(slots), dtype=bool)
-        is_first[1:] = slots[1:] != slots[:-1]
-        before = np.where(is_first, self._heads[order][slots], np.roll(places, 1) + 1)
-        self._previous[order][places & self._mask] = before
-        is_last = np.roll(is_first, -1)
-        self._heads[order][slots[is_last]] = places[is_last] + 1

@@ -39,6 +39,11 @@ def test_the_likeliest_token_is_that_of_a_count_of_everything(texts: list, conte
     table = AnswerTable([np.array(text, dtype=np.int64) for text in texts])
     token, share = table.best(keys_of(context, LONGEST))
     assert (pytest.approx(share), token) in offers and share == pytest.approx(max(offers)[0])
+    drafts = [
+        Suffix(answers=table, compiled=compiled).propose(text_round([context], [3])).tokens.tolist()
+        for compiled in (True, False)
+    ]
+    assert drafts[0] == drafts[1]
 
 
 def test_answers_are_read_behind_the_end_of_their_prompts(target: Target, tmp_path: Path) -> None:

@@ -35,8 +35,7 @@ def propose(
     shares: Sequence[bool] = (),
     least: float = 0.0,
 ):
-    names, shares = list(names), list(shares)
-    changes = {"request_ids": names, "shares": shares, "least_survival": least}
+    changes = {"request_ids": list(names), "shares": list(shares), "least_survival": least}
     return drafter.propose(text_round(histories, num_draft, **changes))
 
 
@@ -90,41 +89,43 @@ def texts_of(last: int, max_size: int) -> st.SearchStrategy[list[int]]:
 
 
 K, LEASTS = st.integers(1, 6), st.sampled_from([0.0, 0.2, 0.9])
+COMPILED = st.booleans()
 
 
 @settings(max_examples=75, deadline=None)
 @given(
     k=K,
     least=LEASTS,
+    compiled=COMPILED,
     history=st.integers(0, 4).flatmap(lambda last: texts_of(last, 100)),
     pieces=st.lists(st.integers(1, 60), min_size=1, max_size=100),
 )
-def test_own_text_equals_a_search_of_everything(k, least, history, pieces):
+def test_own_text_equals_a_search_of_everything(k, least, compiled, history, pieces):
     """Read in pieces of any size, as rounds commit them."""
-    drafter, read, sizes = Suffix(), 0, itertools.cycle(pieces)
+    drafter, read, sizes = Suffix(compiled=compiled), 0, itertools.cycle(pieces)
     while read < len(history):
         read += min(next(sizes), len(history) - read)
-        expected = reference([], history[:read], k, least)
-        assert drafted(drafter, history[:read], k, "a", least) == expected
+        found = drafted(drafter, history[:read], k, "a", least)
+        assert found == reference([], history[:read], k, least)
 
 
 @settings(max_examples=75, deadline=None)
 @given(
     k=K,
     least=LEASTS,
+    compiled=COMPILED,
     texts_and_history=st.integers(0, 3).flatmap(
         lambda last: st.tuples(
             st.lists(texts_of(last, 40), min_size=1, max_size=3), texts_of(last, 40)
         )
     ),
 )
-def test_shared_texts_equal_a_search_of_everything(k, least, texts_and_history):
+def test_shared_texts_equal_a_search_of_everything(k, least, compiled, texts_and_history):
     texts, history = texts_and_history
-    drafter = Suffix()
+    drafter = Suffix(compiled=compiled)
     for number, text in enumerate(texts):
         drafter.finished(str(number), text)
-    expected = reference(texts, history, k, least)
-    assert drafted(drafter, history, k, least=least) == expected
+    assert drafted(drafter, history, k, least=least) == reference(texts, history, k, least)
 
 
 def test_finished_requests_serve_others_and_are_forgotten_in_order():
@@ -133,11 +134,8 @@ def test_finished_requests_serve_others_and_are_forgotten_in_order():
     for number in range(3):
         drafter.finished(str(number), [10 * number + 100, 10 * number + 101, 10 * number + 102])
     assert drafter.shared.num_texts == 2
-    assert [drafted(drafter, [first, first + 1], 4) for first in (100, 110, 120)] == [
-        [],
-        [112],
-        [122],
-    ]
+    drafts = [drafted(drafter, [first, first + 1], 4) for first in (100, 110, 120)]
+    assert drafts == [[], [112], [122]]
 
 
 def test_what_may_not_be_kept_is_not():
@@ -183,12 +181,13 @@ def test_rows_of_different_k():
     assert propose(Suffix(), [[1, 2, 1]], [0]).tokens.shape == (1, 0)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("piece", [1, 10, 40, 300])
-def test_the_ring_forgets_the_oldest_tokens_alone(piece):
+def test_the_ring_forgets_the_oldest_tokens_alone(piece, compiled):
     """Far more than fits, in pieces of any size: what is still held is found, as in an index of
     just that."""
     text = np.random.default_rng(0).integers(0, 5, 1500).tolist()
-    index = SuffixIndex(256)
+    index = SuffixIndex(256, compiled=compiled)
     index.begin_text()
     for begin in range(0, len(text), piece):
         index.extend(text[begin : begin + piece])
