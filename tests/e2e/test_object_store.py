@@ -101,7 +101,8 @@ def store() -> Iterator[dict[str, str]]:
         (packages,) = home.glob("lib/python*/site-packages")
         keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
         place = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
-        yield {"PYTHONPATH": str(packages), **keys, **place}
+        path = os.pathsep.join([str(packages), os.getcwd()])  # for `tests`
+        yield {"PYTHONPATH": path, **keys, **place}
         server.kill()
 
 
