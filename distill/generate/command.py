@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from draftsmith.distill.config import GenerateOptions
+from draftsmith.distill.config_checks import check_generate
 from draftsmith.distill.generate import prompts as prompt_source
 from draftsmith.distill.generate.answers import LOCK, AnswerFolder, Processes, joined
 from draftsmith.distill.generate.prompts import columns_of
@@ -28,6 +29,7 @@ from draftsmith.lock import folder_lock
 
 
 def run(config: GenerateOptions, new_answers: NewAnswers) -> int:
+    check_generate(config)
     # The first of several processes holds the folder for all.
     with joined() as processes, folder_lock(config.out, LOCK) if processes.leads else nullcontext():
         return _run(config, new_answers, processes)
