@@ -177,6 +177,8 @@ class Engine:
     ) -> Stream:
         """Updates of one request as they come, by `for` or `async for`; closing the stream or
         leaving the loop early cancels the request."""
+        if not isinstance(params, SamplingParams | None):
+            raise UserError(f"params are {reprlib.repr(params)}; give draftsmith.SamplingParams")
         (parsed,) = self._tokens(prompt if isinstance(prompt, str) else list(prompt))
         return Stream(self._loop, parsed.tokens, params or SamplingParams(), adapter)
 

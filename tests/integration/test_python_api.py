@@ -62,6 +62,8 @@ def test_each_prompt_may_have_its_own_params(engine: Engine) -> None:
     assert [len(completion.tokens) for completion in engine.generate([[5], [6]], params)] == [2, 5]
     with pytest.raises(UserError, match="2 prompts are given with 1 params"):
         engine.generate([[5], [6]], params[:1])
+    with pytest.raises(UserError, match=r"params are {'seed': 1}; give draftsmith.SamplingParams"):
+        engine.generate([[5]], {"seed": 1})
 
 
 def test_updates_stream_and_add_up(engine: Engine) -> None:
