@@ -179,13 +179,18 @@ class Engine:
         leaving the loop early cancels the request."""
         if not isinstance(params, SamplingParams | None):
             raise UserError(f"params are {reprlib.repr(params)}; give draftsmith.SamplingParams")
-        (parsed,) = self._tokens(prompt if isinstance(prompt, str) else list(prompt))
+        parsed, *others = self._tokens(prompt)
+        if others:
+            raise UserError("a stream is of one prompt; open one for each prompt")
         return Stream(self._loop, parsed.tokens, params or SamplingParams(), adapter)
 
-    def _tokens(self, prompts: Prompts) -> list[TokenPrompt]:
+    def _tokens(self, prompts: Any) -> list[TokenPrompt]:
+        if not isinstance(prompts, Sequence):
+            raise UserError(f"prompt is {reprlib.repr(prompts)}; give a text, token ids or a list")
         if conversations(prompts):
             raise UserError("the prompt holds messages of a chat; give them to Engine.chat")
-        return completion_prompts(prompts, self._tokenizer)
+        given = prompts if isinstance(prompts, str) else list(prompts)
+        return completion_prompts(given, self._tokenizer)
 
     def _inputs(
         self, prompts: Prompts, params: Params

@@ -106,6 +106,11 @@ def test_what_cannot_be_honoured_is_refused(engine: Engine) -> None:
         engine.generate([[5], []], GREEDY)
     with pytest.raises(UserError, match="leave"):
         engine.generate("x", SamplingParams(max_tokens=10_000))
+    for wrong in (None, 5, torch.tensor([[5, 6]])):
+        with pytest.raises(UserError, match=r"prompt is .*; give a text, token ids or a list"):
+            engine.generate(wrong, GREEDY)
+    with pytest.raises(UserError, match="a stream is of one prompt"):
+        engine.stream(["a", "b"], GREEDY)
     assert engine.generate([[5]], GREEDY)[0].finish_reason is FinishReason.LENGTH
 
 
