@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from draftsmith.config import AT_LEAST_1, NOT_NEGATIVE, PART, SHARE, Limits
 from draftsmith.errors import UserError
@@ -36,15 +37,30 @@ LIMITS = {
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
 }
+WHOLE = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "k", "seed")
+OF_SEVERAL = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
 OF_SPECULATION = ("k", "draft_temperature")  # as requests name them
+
+
+def as_tuples(name: str, given: Any) -> tuple[Any, ...] | None:
+    """A list as a tuple, and lists in it too, as the checks compare."""
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple):
+        raise UserError(f"{name} is {given!r}; give a list")
+    return tuple(tuple(one) if isinstance(one, list) else one for one in given)
 
 
 def check_limits(params: SamplingParams) -> None:
     given = [(name, getattr(params, name), limits) for name, limits in LIMITS.items()]
     given += [(f"logit_bias of token {token}", bias, BIAS) for token, bias in params.logit_bias]
     for name, value, limits in given:
-        if value is not None and not limits.hold(value):
-            raise UserError(f"{shown(name)} is {value}; it must be {limits}")
+        is_number = isinstance(value, Real)
+        if value is not None and not (is_number and limits.hold(value)):
+            raise UserError(f"{shown(name)} is {value!r}; it must be {limits}")
+    for name in WHOLE:
+        if not isinstance(value := getattr(params, name), Integral | None):
+            raise UserError(f"{shown(name)} is {value!r}; give a whole number")
     for name in ("temperature", "draft_temperature"):
         value = getattr(params, name)
         if value is not None and 0 < value < MIN_TEMPERATURE:
@@ -103,7 +119,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int, eos_token_ids: Ite
 
 def _check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     for token in tokens:
-        if not 0 <= token < vocab_size:
+        if not (isinstance(token, Integral) and 0 <= token < vocab_size):
             raise UserError(
                 f"{name} names token {token}; the ids of this model are 0..{vocab_size - 1}"
             )
@@ -158,6 +174,8 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in OF_SEVERAL:
+            object.__setattr__(self, name, as_tuples(name, getattr(self, name)))
         check_limits(self)
         if "" in self.stop:
             raise UserError("stop holds an empty string; give the text to stop at")

@@ -186,10 +186,11 @@ def test_rows_on_a_device_are_those_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ({"logit_bias": ((3, 1.0), (3, 2.0))}, "token 3 twice"),
-        ({"min_tokens": -1}, "min_tokens is -1"),
+        ({"min_tokens": 4.5}, "min_tokens is 4.5; give a whole number"),
+        ({"temperature": "0.7"}, "temperature is '0.7'; it must be at least 0"),
+        ({"stop": "END"}, "stop is 'END'; give a list"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(wrong: dict, told: str) -> None:
@@ -201,7 +202,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(wrong: dict, told: str) -> N
     ("wrong", "told"),
     [
         ({"bad_words": ((1, 99),)}, "bad_words names token 99"),
-        ({"bad_words": ((0,),)}, "bans the end-of-sequence token 0"),
+        ({"bad_words": ["x"]}, "bad_words names token x"),
+        ({"bad_words": [[0]]}, "bans the end-of-sequence token 0"),
     ],
 )
 def test_token_ids_are_held_against_the_vocabulary(wrong: dict, told: str) -> None:
