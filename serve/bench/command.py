@@ -125,7 +125,7 @@ def about(config: BenchConfig, suite: Asked) -> list[str]:
     pair += [] if config.k is None else [f"k {config.k}"]
     return [
         ", ".join(pair),
-        f"{suite.about}, {config.repeats} passes, the first turn's answer in the second's prompt",
+        f"{suite.about}; passes: {config.repeats}; a second turn's prompt holds the first's answer",
         f"answers of at most {most_tokens(config, config.max_tokens)} tokens"
         + (", all of them asked for" if _ignores_eos(config) else ", or to their end"),
     ]
