@@ -1,5 +1,6 @@
-// Searches of suffix decoding over the index of drafters/text/suffix.py, which has the same in Python for a
-// machine without a compiler. suffix_search.py says what the arguments are.
+// Searches of suffix decoding over the index of drafters/text/suffix.py and the table of answers.py, which have
+// the same in Python, with the same constants, for a machine without a compiler. suffix_search.py says what the
+// arguments are.
 
 #include <cstdint>
 

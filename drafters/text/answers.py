@@ -4,7 +4,6 @@ often, and the share of times that it can be expected to be right."""
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -44,20 +43,18 @@ class AnswerTable:
         order = np.argsort(keys)
         self.keys, self.tokens = keys[order], following[order].astype(np.int32)
         self.shares = shares[order]
-        # Views that give Python's own numbers.
-        self._cells = memoryview(self.keys), memoryview(self.tokens), memoryview(self.shares)
         self.fields = TableFields.of(self.keys, self.tokens, self.shares)
 
-    def best(self, keys: Sequence[int]) -> tuple[int, float]:
-        """The token of the largest share behind the contexts of `keys`, the shortest first, and the
-        share; 0 where the table has none."""
-        found = SEPARATOR, 0.0
-        sorted_keys, tokens, shares = self._cells
-        for key in keys[:LONGEST]:
-            place = bisect_left(sorted_keys, key)
-            if sorted_keys[place] == key and shares[place] > found[1]:
-                found = tokens[place], shares[place]
-        return found
+    def best(self, context: Sequence[int]) -> tuple[int, float]:
+        """The token of the largest share behind the ends of `context`, and the share; 0 where the
+        table has none."""
+        keys = np.array(keys_of(context, LONGEST), dtype=np.uint64)
+        places = np.searchsorted(self.keys[:-1], keys)
+        places = places[self.keys[places] == keys]
+        if len(places) == 0:
+            return SEPARATOR, 0.0
+        place = places[self.shares[places].argmax()]
+        return int(self.tokens[place]), float(self.shares[place])
 
 
 def keys_of(context: Sequence[int], most: int) -> list[int]:

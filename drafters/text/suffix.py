@@ -138,13 +138,12 @@ class Suffix:
         self, context: Sequence[int], own: SuffixIndex, shared: bool
     ) -> tuple[int, float]:
         """Token and chance; 0 where nothing is found."""
-        keys = keys_of(context, ORDERS[-1])
-        best = likeliest(own, context, keys, OWN_CAUTION)
+        best = likeliest(own, context, OWN_CAUTION)
         # What another answer drew under the same seed may have no part in this one's drafts.
         if shared:
-            best = max(best, likeliest(self.shared, context, keys, CAUTION), key=_chance)
+            best = max(best, likeliest(self.shared, context, CAUTION), key=_chance)
             if self.answers is not None:
-                best = max(best, self.answers.best(keys), key=_chance)
+                best = max(best, self.answers.best(context), key=_chance)
         return best
 
 
@@ -152,12 +151,10 @@ def _chance(offer: tuple[int, float]) -> float:
     return offer[1]
 
 
-def likeliest(
-    index: SuffixIndex, context: Sequence[int], keys: Sequence[int], caution: float
-) -> tuple[int, float]:
-    """The offer of the best chance among those of the orders of an index; `keys` of the context."""
+def likeliest(index: SuffixIndex, context: Sequence[int], caution: float) -> tuple[int, float]:
+    """The offer of the best chance among those of the orders of an index."""
     best = SEPARATOR, 0.0
-    for found in index.newest(context, keys, SEEN):
+    for found in index.newest(context, SEEN):
         length, token = max(found, key=lambda place: place[0])
         agreeing = sum(other == token for _, other in found)
         best = max(best, (token, agreeing / (len(found) + caution / length)), key=_chance)
@@ -188,7 +185,6 @@ ORDERS = (1, 2, 4, 8)
 # Positions of a chain that are looked at, newest first: hashes of other tokens are among them.
 MAX_STEPS = 128
 MIX = 0xD6E8FEB86659FD93
-_Links = tuple[memoryview, memoryview]  # the newest place of a hash, and the one before each
 
 
 class SuffixIndex:
@@ -206,9 +202,7 @@ class SuffixIndex:
         )
         # Views that give Python's own numbers.
         self._cells = memoryview(self._text)
-        self._links: list[_Links] = [
-            (memoryview(head), memoryview(link)) for head, link in zip(heads, previous)
-        ]
+        self._links = [(memoryview(head), memoryview(link)) for head, link in zip(heads, previous)]
         self._extend = found[0] if compiled and (found := searches()) else None
         self._fields = IndexFields.of(self._text, heads, previous, self._mask, self._shift)
         self._starts: deque[int] = deque()  # of the texts still held
@@ -251,34 +245,32 @@ class SuffixIndex:
             for token in tokens:
                 self._append(token)
 
-    def newest(
-        self, context: Sequence[int], keys: Sequence[int], most: int
-    ) -> Iterator[list[tuple[int, int]]]:
+    def newest(self, context: Sequence[int], most: int) -> Iterator[list[tuple[int, int]]]:
         """For each order, the longest first, its at most `most` newest places that end as `context`
-        does, where there are some: how many tokens agree there, and the token that follows. `keys`:
-        those of the context."""
-        backwards = context[::-1]
-        for size, links in reversed([*zip(ORDERS, self._links)]):
-            if size <= len(keys) and (found := self._ends(backwards, size, links, keys, most)):
+        does, where there are some: how many tokens agree there, and the token that follows."""
+        keys = keys_of(context, ORDERS[-1])
+        for order, size in reversed([*enumerate(ORDERS)]):
+            if size <= len(keys) and (found := self._ends(context, order, keys[size - 1], most)):
                 yield found
 
     def _ends(
-        self, backwards: Sequence[int], size: int, links: _Links, keys: Sequence[int], most: int
+        self, context: Sequence[int], order: int, key: int, most: int
     ) -> list[tuple[int, int]]:
-        (heads, previous), cells, mask, oldest = links, self._cells, self._mask, self.oldest
+        heads, previous = self._links[order]
+        cells, mask, oldest = self._cells, self._mask, self.oldest
         found: list[tuple[int, int]] = []
-        place, last = heads[self._slot(keys[size - 1])] - 1, self.end - 1
+        place, last = heads[self._slot(key)] - 1, self.end - 1
         for _ in range(MAX_STEPS):
             if place < oldest or len(found) == most:
                 break
             token = SEPARATOR if place == last else cells[place + 1 & mask]
             if token != SEPARATOR:
                 length = 0
-                for wanted in backwards[: place - oldest + 1]:
+                for wanted in context[::-1][: place - oldest + 1]:
                     if cells[place - length & mask] != wanted:
                         break
                     length += 1
-                if length >= size:  # not merely the same hash
+                if length >= ORDERS[order]:  # not merely the same hash
                     found.append((length, token))
             place = previous[place & mask] - 1
         return found

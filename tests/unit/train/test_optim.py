@@ -59,12 +59,8 @@ def test_matrices_of_layers_are_muons_and_all_else_is_adamws():
     assert isinstance(muon, Muon) and isinstance(adamw, AdamW)
     both = (*muon.param_groups, *adamw.param_groups)
     groups = [[id(one) for one in group["params"]] for group in both]
-    norm = module["norm"]
-    assert groups == [
-        [id(module["layer"].weight)],
-        [id(module["lm_head"].weight)],
-        [id(norm.weight), id(norm.bias)],
-    ]
+    norm, layer, head = module["norm"], module["layer"].weight, module["lm_head"].weight
+    assert groups == [[id(layer)], [id(head)], [id(norm.weight), id(norm.bias)]]
     assert [group["weight_decay"] for group in both] == [0.1, 0.1, 0.0]
 
 

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from draftsmith.drafters.target.target import Target
-from draftsmith.drafters.text.answers import CAUTION, LONGEST, AnswerTable, keys_of, read_answers
+from draftsmith.drafters.text.answers import CAUTION, LONGEST, AnswerTable, read_answers
 from draftsmith.drafters.text.suffix import Suffix
 from draftsmith.errors import UserError
 from tests.data_folders import rows_of, sampled_from, write_rows
@@ -38,7 +38,7 @@ def test_the_likeliest_token_is_that_of_a_count_of_everything(texts: list, conte
             token = min(seen, key=lambda one: (-seen[one], one))
             offers.append((seen[token] / (seen.total() + CAUTION / length), token))
     table = AnswerTable([np.array(text, dtype=np.int64) for text in texts])
-    token, share = table.best(keys_of(context, LONGEST))
+    token, share = table.best(context)
     assert (pytest.approx(share), token) in offers and share == pytest.approx(max(offers)[0])
     searches = (Suffix(answers=table, compiled=one) for one in (True, False))
     first, second = (one.propose(text_round([context], [3])).tokens.tolist() for one in searches)

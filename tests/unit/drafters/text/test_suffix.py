@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.drafters.interface import Remembering
-from draftsmith.drafters.text.answers import CAUTION, keys_of
+from draftsmith.drafters.text.answers import CAUTION
 from draftsmith.drafters.text.suffix import (
     LEAST,
     LONGEST,
@@ -178,7 +178,8 @@ def test_rows_of_different_k():
     )
     assert proposal.tokens.tolist() == [[3, 1, 2, -1], [-1] * 4, [-1] * 4]
     assert proposal.lengths.tolist() == [3, 0, 0] and proposal.logits is None
-    assert propose(Suffix(), [[1, 2, 1]], [0]).tokens.shape == (1, 0)
+    nothing = propose(Suffix(), [[1, 2, 1, 2]], [0])
+    assert nothing.tokens.shape == (1, 0) and nothing.lengths.tolist() == [0]
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -195,16 +196,21 @@ def test_the_ring_forgets_the_oldest_tokens_alone(piece, compiled):
     if piece >= 256:
         return  # more at once than the ring holds: only its end is read
     held = text[-256:]
-    for found in index.newest(held[-12:], keys_of(held, 8), 500):
+    for found in index.newest(held[-12:], 500):
         size = min(length for length, _ in found)
         ends = [end for end in range(255, size - 1, -1) if held[end - size : end] == held[-size:]]
         assert [token for _, token in found] == [held[end] for end in ends][: len(found)]
         assert len(found) == min(len(ends), MAX_STEPS)
 
 
-def test_no_row_drafts():
-    proposal = propose(Suffix(), [[1, 2, 1, 2]], [0])
-    assert proposal.tokens.shape == (1, 0) and proposal.lengths.tolist() == [0]
+def test_a_ring_that_went_round_drafts_the_same_compiled_and_not():
+    drafters = [Suffix(max_cached_tokens=256, compiled=compiled) for compiled in (True, False)]
+    for text in np.random.default_rng(0).integers(0, 5, (40, 60)).tolist():
+        compiled, plain = (drafted(one, text[:30], 6) for one in drafters)
+        assert compiled == plain
+        for one in drafters:
+            one.finished("", text)
+    assert plain and drafters[0].shared.end > 2000
 
 
 def test_the_whole_of_a_long_text_is_searched():
