@@ -101,8 +101,7 @@ def store() -> Iterator[dict[str, str]]:
         (packages,) = home.glob("lib/python*/site-packages")
         keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
         place = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
-        path = os.pathsep.join([str(packages), os.getcwd()])  # for `tests`
-        yield {"PYTHONPATH": path, **keys, **place}
+        yield {"PYTHONPATH": f"{packages}:{Path(__file__).parents[2]}", **keys, **place}
         server.kill()
 
 
