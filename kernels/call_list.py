@@ -78,11 +78,12 @@ class KernelCall(ctypes.Structure):
 
 
 class RowAddresses(ctypes.Structure):
-    """Rows of a pass, for `CallKind.ATTEND`: addresses of int64 numbers as `paged.py` has them, and
-    of each row's first token; then counts."""
+    """Rows of a pass, for `CallKind.ATTEND`: addresses of int64 numbers as `paged.py` has them, of
+    each row's first token, and of a `TreeLayout`, 0 without trees; then counts."""
 
     _fields_ = [
-        *((name, _number) for name in ("tables", "positions", "lengths", "begins")),
+        *((name, _number) for name in ("tables", "kv_indices", "lengths", "begins")),
+        *((name, _number) for name in ("ancestors", "first")),
         *((name, _number) for name in ("num_rows", "longest_row", "table_width", "block_size")),
     ]
 

@@ -41,6 +41,7 @@ BACKENDS = {
     ),
     "verify_block": Backend("verify.block_triton:verify_block_triton"),
     "verify_tree": Backend("verify.tree_triton:verify_tree_triton"),
+    "verify_sure_tree": Backend("", "verify.tree:verify_sure_tree_compiled"),
     "process": Backend("sampling.draw_triton:process_triton"),
     "draw": Backend("sampling.draw_triton:draw_triton", "sampling.draw:draw_compiled"),
     "draw_several": Backend("sampling.draw_triton:draw_several_triton"),

@@ -53,7 +53,7 @@ float largest(const T* x, int64_t count) {
 
 // Rows of a pass over a paged pool. paged_compiled.py and call_list.py say what the numbers are.
 struct Rows {
-  const int64_t *tables, *positions, *lengths, *begins;
+  const int64_t *tables, *places, *lengths, *begins, *ancestors, *first;
   int64_t num_rows, longest_row, table_width, block_size;
 };
 

@@ -127,8 +127,8 @@ class OneCall:
     def __call__(
         self, inputs: Sequence[torch.Tensor], context: AttentionContext | None
     ) -> Sequence[torch.Tensor] | None:
-        """The forward's outputs; None for a pass that the kernels do not take: more tokens, a
-        tree, another context or pool. Raises `IndexError` for an id outside the vocabulary."""
+        """The forward's outputs; None for a pass that the kernels do not take: more tokens, another
+        context or pool. Raises `IndexError` for an id outside the vocabulary."""
         tokens = inputs[0].shape[1]
         rows = self._rows(context) if 0 < tokens <= MOST_ROWS else None
         layers = None if rows is None else self.layers(context.pool)  # type: ignore[union-attr]
@@ -159,9 +159,7 @@ class OneCall:
         if type(context) is not PagedPass or not isinstance(context.context, CompiledContext):
             return None
         rows = context.context.row_addresses
-        if rows is None or rows.longest_row * self.most_group > paged_compiled.MOST_QUERIES:
-            return None
-        return rows
+        return rows if rows.longest_row * self.most_group <= paged_compiled.MOST_QUERIES else None
 
     def layers(self, pool: PagedPool) -> torch.Tensor | None:
         """[L, 2] int64, addresses of keys and values; None where the pool has others than the

@@ -1,6 +1,6 @@
 """Attention over a paged pool by a compiled kernel, for a CPU with a C++ compiler: keys and values
-are read where they lie. Trees and scores of other kinds are torch's, as where there is no compiler,
-and long rows are on a processor on which it attends to them faster.
+are read where they lie. Scores of other kinds are torch's, as where there is no compiler, and long
+rows are on a processor on which it attends to them faster.
 
 Legend as in `paged.py`.
 """
@@ -19,7 +19,7 @@ from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import Chunk, PassLayout, Scoring, size_of
 from draftsmith.kernels.call_list import RowAddresses
 from draftsmith.kernels.dispatch import side_by_side
-from draftsmith.kernels.host_compiler import function_of
+from draftsmith.kernels.host_compiler import address_of, function_of
 from draftsmith.kernels.measured import CHOICES, Choices, Way
 
 SOURCE = Path(__file__).with_name("paged_cpu.cpp")
@@ -40,28 +40,27 @@ def kernel(dtype: torch.dtype) -> Any:
 
 class CompiledContext(GatheredContext):
     """As `GatheredContext`, whose results it shares up to rounding. A row's result does not depend
-    on the other rows. Without `choices` long rows are the kernel's."""
+    on the other rows, nor a node's of a tree on those beside its path: it has the bits that it has
+    in a chain. Without `choices` long rows are the kernel's."""
 
     def __init__(self, block_size: int, layout: PassLayout, choices: Choices | None = CHOICES):
         super().__init__(block_size, layout)
         self._choices, self._longest_row = choices, max(self._row_lengths, default=0)
         # Of a pass's own tensors nothing is copied.
-        self._tables, self._ends, self._lengths = (one.long().contiguous() for one in layout[:3])
+        parts = layout.block_tables, layout.kv_indices, layout.lengths
+        tables, kv_indices, self._lengths = (one.long().contiguous() for one in parts)
         begins = (0, *itertools.accumulate(self._row_lengths))
-        self._begins = repeated_numbers(begins, self._lengths.device)
-        # Valid as long as this object; None where a row is a tree.
-        self.row_addresses: RowAddresses | None = None
-        if layout.tree is None:
-            self.row_addresses = RowAddresses(
-                self._tables.data_ptr(),
-                self._ends.data_ptr(),
-                self._lengths.data_ptr(),
-                self._begins.data_ptr(),
-                len(self._row_lengths),
-                self._longest_row,
-                self._tables.shape[1],
-                block_size,
-            )
+        held = tables, kv_indices, self._lengths, repeated_numbers(begins, tables.device)
+        tree = (None, None) if layout.tree is None else layout.tree[1:]
+        self._held = *held, *(None if one is None else one.contiguous() for one in tree)
+        # Valid as long as this object.
+        self.row_addresses = RowAddresses(
+            *(address_of(one) or 0 for one in self._held),
+            len(self._row_lengths),
+            self._longest_row,
+            tables.shape[1],
+            block_size,
+        )
 
     def takes(
         self,
@@ -88,7 +87,7 @@ class CompiledContext(GatheredContext):
     def _is_plain(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: Scoring
     ) -> bool:
-        return self.tree is None and rule.has_plain_scores and _fits(query, keys, values)
+        return rule.has_plain_scores and _fits(query, keys, values)
 
     def attend(
         self,
@@ -103,7 +102,6 @@ class CompiledContext(GatheredContext):
         if new is None and not self._is_plain(query, keys, values, rule):
             return super().attend(query, keys, values, rule)
         rows, leaves = self.row_addresses, self._leaves_long_rows(query, values)
-        assert rows is not None  # neither `takes` nor `_is_plain` lets a tree come here
         query = side_by_side(query)
         _, heads, num_tokens, key_dim = query.shape
         _, kv_heads, value_dim = values.shape

@@ -90,10 +90,10 @@ struct Near {
   }
 };
 
-// Slots `[from, to)` that each query sees; weights of the queries from slot `start` on.
+// Slots `[from, to)` that queries `first .. count - 1` see; their weights from slot `start` on.
 struct Seen {
   const int64_t *from, *to;
-  int64_t start, count;
+  int64_t start, first, count;
   float (*weights)[kSlots];
 
   // Of `kTogether` slots from weight `j` on, those that query `i` sees.
@@ -144,7 +144,7 @@ struct Few {
   void weigh(const T* const* keys, const Seen& seen, int64_t j) {
     Near<T, kDim> near;
     near.take(keys, key_dim());
-    for (int64_t i = 0; i < seen.count; i++)
+    for (int64_t i = seen.first; i < seen.count; i++)
       for (int64_t at = 0; at < kTogether; at += kLanes) {
         Lanes sums[kLanes] = {};
         for (int k = 0; k < kLanes; k++)
@@ -157,7 +157,7 @@ struct Few {
   void gather(const T* const* values, int64_t value_dim, const Seen& seen, int64_t j, float (*sums)[kRoom]) {
     Near<T, kDim> near;
     near.take(values, value_dim);
-    for (int64_t i = 0; i < seen.count; i++)
+    for (int64_t i = seen.first; i < seen.count; i++)
       add_seen<kDim>(seen, i, j, near.rows, value_dim, sums[i]);
   }
 };
@@ -245,7 +245,7 @@ struct Many {
         for (int k = 0; k < kLanes; k++)
           memcpy(near + ((at / 4 + k) * kSlotsAcross + group) * kLanes * kWidth, &x[k], sizeof x[k]);
       }
-    for (int64_t i = 0; i < seen.count;) {
+    for (int64_t i = seen.first; i < seen.count;) {
       const int64_t left = seen.count - i;
       if (left > 4 && kLanes == 16)
         meet_keys<8>(near, i, seen.weights, j), i += 8;
@@ -269,7 +269,7 @@ struct Many {
     for (int64_t k = 0; k < kTogether; k++) ask_for(values[k + kAhead], value_dim);
     for (int64_t k = 0; k < kTogether; k += kWidth)
       for (int64_t d = 0; d < kDim; d += kLanes) lay(values + k, d, near + k * kDim + d * kWidth);
-    for (int64_t i = 0; i < seen.count;) {
+    for (int64_t i = seen.first; i < seen.count;) {
       int64_t all = 0;
       while (kDim && all < kSums && i + all < seen.count && seen.all(i + all, j)) all++;
       if (all == kSums)
@@ -296,6 +296,24 @@ struct Many {
   }
 };
 
+// A token's slots: one behind the other, but for those of a tree from `fork` on, of which it has the nodes of its
+// path, in their order.
+struct Path {
+  int64_t fork, bits;
+
+  int64_t slot(int64_t number) const {
+    if (number < fork) return number;
+    uint64_t left = bits;
+    for (int64_t skipped = number - fork; skipped > 0; skipped--) left &= left - 1;
+    return fork + __builtin_ctzll(left);
+  }
+};
+
+inline Path path_of(const Rows& rows, int64_t token) {
+  const bool is_node = rows.ancestors && rows.ancestors[token] >= 0;
+  return is_node ? Path{rows.first[token], rows.ancestors[token]} : Path{rows.places[token] + 1, 0};
+}
+
 // Queries `first .. first + count - 1` of the tokens and heads that share a key head of a row; a
 // query's number is token * group + head. The dimensions are constants where they are known.
 template <typename T, int kDim, template <typename, int> class Queries>
@@ -310,14 +328,16 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
   int64_t from[kQueries], to[kQueries];  // the slots a query sees
   // Vectors in the order in which they are read: keys of a run, its values, the keys of the next one.
   const T* vectors[2 * kSlots + kAhead];
-  int64_t least = INT64_MAX, most = 0;
+  int64_t least = INT64_MAX, most = 0, fork = INT64_MAX;
   for (int64_t i = 0; i < count; i++) {
     const int64_t token = begin + (first + i) / group, head = kv_head * group + (first + i) % group;
     const T* source = p.query + head * p.query_head + token * p.query_token;
     queries.hold(i, source);
     for (int64_t d = 0; d < value_dim; d++) sums[i][d] = 0;
     top[i] = -INFINITY, total[i] = 0;
-    to[i] = p.rows.positions[token] + 1;
+    const Path path = path_of(p.rows, token);
+    to[i] = path.fork + __builtin_popcountll(path.bits);
+    if (path.bits && path.fork < fork) fork = path.fork;
     from[i] = p.window && to[i] > p.window ? to[i] - p.window : 0;
     if (p.chunked) from[i] = (to[i] - 1) / p.window * p.window;
     least = from[i] < least ? from[i] : least, most = to[i] > most ? to[i] : most;
@@ -344,8 +364,27 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
     }
     for (int64_t j = known; j < slots; j++) keys[j] = keys[j - 1], found[j] = found[j - 1];
     for (int64_t j = known > slots ? known - slots : 0; j < kAhead; j++) next[j] = found[slots - 1];
-    const Seen seen{from, to, start, count, weights};
-    for (int64_t j = begun; j < end - start; j += kTogether) queries.weigh(keys + j - begun, seen, j);
+    const Seen seen{from, to, start, 0, count, weights};
+    // Of slots that hold nodes, each token's queries meet those of its path.
+    const int64_t shared = fork < end ? (fork > start ? (fork - start) / kTogether * kTogether : 0) : end - start;
+    const auto apart = [&](const T* pool, int64_t stride, int64_t dim, auto met_by) {
+      for (int64_t j = begun > shared ? begun : shared; j < end - start; j += kTogether)
+        for (int64_t i = 0, next; i < count; i = next) {
+          const int64_t token = begin + (first + i) / group;
+          const Path path = path_of(p.rows, token);
+          const T* own[kTogether + kAhead];
+          for (int64_t k = 0; k < kTogether; k++) {
+            const int64_t last = to[i] - 1, slot = path.slot(start + j + k < last ? start + j + k : last);
+            own[k] = pool + (table[slot / size] * size + slot % size) * stride + kv_head * dim;
+          }
+          for (int64_t k = 0; k < kAhead; k++) own[kTogether + k] = own[0];
+          next = (token - begin + 1) * group - first;
+          next = next < count ? next : count;
+          met_by(own, Seen{from, to, start, i, next, weights}, j);
+        }
+    };
+    for (int64_t j = begun; j < shared; j += kTogether) queries.weigh(keys + j - begun, seen, j);
+    apart(p.keys, key_stride, key_dim, [&](const T* const* own, const Seen& few, int64_t j) { queries.weigh(own, few, j); });
     for (int64_t i = 0; i < count; i++) {
       const int64_t low = from[i] > start ? from[i] - start : 0;
       const int64_t high = (to[i] < end ? to[i] : end) - start;
@@ -359,8 +398,9 @@ void attend_queries(const Pass<T>& p, int64_t row, int64_t begin, int64_t kv_hea
       total[i] = total[i] * kept + sum;
       for (int64_t d = 0; d < value_dim; d++) sums[i][d] *= kept;
     }
-    for (int64_t j = begun; j < end - start; j += kTogether)
-      queries.gather(found + j - begun, value_dim, seen, j, sums);
+    for (int64_t j = begun; j < shared; j += kTogether) queries.gather(found + j - begun, value_dim, seen, j, sums);
+    apart(p.values, value_stride, value_dim,
+          [&](const T* const* own, const Seen& few, int64_t j) { queries.gather(own, value_dim, few, j, sums); });
   }
   for (int64_t i = 0; i < count; i++) {
     const int64_t token = begin + (first + i) / group, head = kv_head * group + (first + i) % group;
@@ -394,7 +434,7 @@ template <typename T>
 bool keep_row(const Pass<T>& p, int64_t row, int64_t begin, int64_t length) {
   const int64_t* table = p.rows.tables + row * p.rows.table_width;
   for (int64_t token = begin; token < begin + length; token++) {
-    const int64_t position = p.rows.positions[token], size = p.rows.block_size;
+    const int64_t position = p.rows.places[token], size = p.rows.block_size;
     const int64_t block = position / size;
     if (position < 0 || block >= p.rows.table_width) return false;
     const int64_t slot = table[block] * size + position % size;

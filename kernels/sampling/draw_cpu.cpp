@@ -1,5 +1,5 @@
-// Draws from a request's distribution, and verification of a chain by it, from raw logits. The
-// reference is torch's: filters.py, random_streams.py and chain.py say what is computed.
+// Draws from a request's distribution, and verification of a chain or a sure tree by it, from raw logits. The
+// reference is torch's: filters.py, random_streams.py, chain.py and tree.py say what is computed.
 // draw.py, chain.py and random_streams.py compile it.
 //
 // Sums and logarithms are rounded otherwise than torch rounds them. Wherever that might change which
@@ -111,6 +111,7 @@ struct Distribution {
 
 struct Scratch {
   std::vector<float> p, e, upper, masses;
+  std::vector<int64_t> banned;
   void hold(int64_t tokens) {
     if (int64_t(p.size()) < tokens)
       for (auto* one : {&p, &e, &upper, &masses}) one->resize(tokens);
@@ -261,8 +262,8 @@ int64_t winner(const float* upper, float bound, int64_t tokens) {
   return count == 1 ? sum : -1;
 }
 
-// The token that `d` draws by the stream `key`, without token `banned`; -1: not decided.
-int64_t race(const Distribution& d, uint64_t key, int64_t banned, Scratch& own) {
+// The token that `d` draws by the stream `key`, without those that are `banned`; -1: not decided.
+int64_t race(const Distribution& d, uint64_t key, const std::vector<int64_t>& banned, Scratch& own) {
   const float error = kRaceError + 2.4e-7f * fabsf(d.top);
   if (!(error < kMostError)) return -1;
   arrivals(key, own.e.data(), d.tokens);
@@ -273,7 +274,7 @@ int64_t race(const Distribution& d, uint64_t key, int64_t banned, Scratch& own) 
     upper[v] = x >= least ? first * more : 0.0f;
     lower[v] = x >= sure ? first * less : 0.0f;
   }
-  if (banned >= 0) upper[banned] = lower[banned] = 0;
+  for (const int64_t token : banned) upper[token] = lower[token] = 0;
   return winner(upper, largest(lower, d.tokens), d.tokens);
 }
 
@@ -308,15 +309,25 @@ bool drawn_from(const float* logits, int64_t tokens, Distribution* q) {
   return q->top > -INFINITY && q->top < FLT_MAX && normalise(q);
 }
 
-struct Chain {
-  const int64_t* tokens;
+// Drafts of a row: node i hangs under node `parents[i]`, -1 the root; without parents they are a chain.
+struct Drafted {
+  const int64_t *tokens, *parents;
   int64_t length;
-  const float* q;  // [length, V], or null for sure drafts
+  const float* q;  // of a chain [length, V], or null for sure drafts
   int64_t seed, position;
+
+  // The first node from `node` on under node `slot - 1`; `length`: none.
+  int64_t child(int64_t slot, int64_t node) const {
+    if (!parents) return node == slot ? node : length;
+    while (node < length && parents[node] != slot - 1) node++;
+    return node;
+  }
 };
 
 struct Decision {
   int64_t accepted, token;
+  int64_t* nodes;  // that were kept
+  int64_t slot() const { return accepted ? nodes[accepted - 1] + 1 : 0; }
 };
 
 // The first of the likeliest tokens; -1 of a row without mass.
@@ -329,59 +340,64 @@ int64_t likeliest(const float* raw, int64_t tokens) {
 }
 
 // `verify` of a greedy row, whose distributions are one-hot.
-bool verify_greedy(const float* raw, int64_t stride, int64_t tokens, const Chain& chain,
+bool verify_greedy(const float* raw, int64_t stride, int64_t tokens, const Drafted& drafts,
                    Decision* found) {
-  for (int64_t kept = 0;; kept++) {
-    *found = {kept, likeliest(raw + kept * stride, tokens)};
-    if (found->token < 0) return false;
-    const bool keeps = kept < chain.length && chain.tokens[kept] == found->token &&
-                       (!chain.q || chain.q[kept * tokens + found->token] > -INFINITY);
-    if (!keeps) return true;
+  for (;;) {
+    const int64_t slot = found->slot();
+    const int64_t token = found->token = likeliest(raw + slot * stride, tokens);
+    if (token < 0) return false;
+    int64_t node = drafts.child(slot, slot);
+    while (node < drafts.length && drafts.tokens[node] != token) node = drafts.child(slot, node + 1);
+    if (node >= drafts.length || (drafts.q && !(drafts.q[node * tokens + token] > -INFINITY))) return true;
+    found->nodes[found->accepted++] = node;
   }
 }
 
 // False where torch has to decide.
 bool verify(const float* raw, int64_t stride, const Options& options, int64_t row, int64_t tokens,
-            const Chain& chain, Decision* found) {
-  if (options.temperature[row] == 0) return verify_greedy(raw, stride, tokens, chain, found);
+            const Drafted& drafts, Decision* found) {
+  if (options.temperature[row] == 0) return verify_greedy(raw, stride, tokens, drafts, found);
   Scratch& own = scratch(tokens);
   Distribution p, q;
-  for (int64_t kept = 0;; kept++) {
-    if (!prepare(raw + kept * stride, options, row, tokens, own.p.data(), own, &p)) return false;
-    const bool last = kept == chain.length;
-    const uint64_t key =
-        stream_key(chain.seed, chain.position + kept, last ? kBonus : kResidual);
-    if (last) {
-      *found = {kept, race(p, key, -1, own)};
-      return found->token >= 0;
-    }
-    const int64_t token = chain.tokens[kept];
-    bool drawn = token >= 0 && token < tokens;
-    double log_q = 0;
-    if (drawn && chain.q) {
-      if (!drawn_from(chain.q + kept * tokens, tokens, &q)) return false;
-      drawn = q.logits[token] > -INFINITY;
-      log_q = drawn ? double(q.logits[token]) - q.log_mass : 0;
-    }
-    if (drawn) {
-      if (!normalise(&p)) return false;
+  for (;;) {
+    const int64_t slot = found->slot(), position = drafts.position + found->accepted;
+    if (!prepare(raw + slot * stride, options, row, tokens, own.p.data(), own, &p)) return false;
+    own.banned.clear();
+    int64_t node = drafts.child(slot, slot), tests = 0;
+    if (node < drafts.length && !normalise(&p)) return false;
+    double left = 1;  // of the mass, without the siblings that were rejected
+    bool keeps = false;
+    for (; node < drafts.length; node = drafts.child(slot, node + 1), tests++) {
+      const int64_t token = drafts.tokens[node];
+      if (token < 0 || token >= tokens) continue;
+      double log_q = 0;
+      if (drafts.q) {
+        if (!drawn_from(drafts.q + node * tokens, tokens, &q)) return false;
+        if (!(q.logits[token] > -INFINITY)) continue;
+        log_q = double(q.logits[token]) - q.log_mass;
+      }
       const float x = p.logits[token];
       if (x >= p.least && x < p.sure) return false;
-      if (x >= p.sure && x > -INFINITY) {
-        const uint64_t test = stream_key(chain.seed, chain.position + kept, kAccept);
-        const double gap = (double(x) - p.log_mass) - (log_uniform(test) + log_q);
-        const double error = double(p.error) + (chain.q ? double(q.error) : 0.0) +
-                             2.4e-7 * fabs(double(x) - p.log_mass) + 2.4e-7 * fabs(log_q);
-        if (!(fabs(gap) > error)) return false;
-        if (gap > 0) continue;
-      }
+      const bool again = std::find(own.banned.begin(), own.banned.end(), token) != own.banned.end();
+      own.banned.push_back(token);
+      if (again || !(x >= p.sure && x > -INFINITY)) continue;
+      const uint64_t test = stream_key(drafts.seed, position, kAccept) + uint64_t(tests) * kGolden;
+      const double log_p = double(x) - p.log_mass;
+      const double gap = log_p - log(left) - (log_uniform(test) + log_q);
+      const double error = double(p.error) / left + (drafts.q ? double(q.error) : 0.0) +
+                           2.4e-7 * fabs(log_p) + 2.4e-7 * fabs(log_q);
+      if (!(fabs(gap) > error)) return false;
+      if ((keeps = gap > 0)) break;
+      left -= exp(log_p);
+      if (drafts.child(slot, node + 1) < drafts.length && !(left > kMostError)) return false;
     }
-    if (!drawn)
-      *found = {kept, race(p, key, -1, own)};
-    else if (chain.q)
-      *found = {kept, race_of_residual(p, q, key, own)};
-    else
-      *found = {kept, race(p, key, token, own)};
+    if (keeps) {
+      found->nodes[found->accepted++] = node;
+      continue;
+    }
+    const uint64_t key = stream_key(drafts.seed, position, tests ? kResidual : kBonus);
+    const bool drawn = drafts.q && !own.banned.empty();
+    found->token = drawn ? race_of_residual(p, q, key, own) : race(p, key, own.banned, own);
     return found->token >= 0;
   }
 }
@@ -392,7 +408,8 @@ int64_t draw_row(const float* raw, const Options& options, int64_t row, int64_t 
   Scratch& own = scratch(tokens);
   Distribution d;
   if (!prepare(raw, options, row, tokens, out, own, &d)) return -1;
-  const int64_t token = race(d, key, -1, own);
+  own.banned.clear();
+  const int64_t token = race(d, key, own.banned, own);
   int64_t unsure = 0;
   for (int64_t v = 0; v < tokens; v++) {
     unsure += out[v] >= d.least && out[v] < d.sure;
@@ -426,33 +443,37 @@ extern "C" bool draw(const float* logits, int64_t stride, const float* temperatu
   return all_decided(drawn, rows);
 }
 
-// Of each row how many drafts were kept, these, the token after them, then -1; the first
-// `num_drafting` have drafts, and own `sizes` rows of logits beside their first one. False where
-// torch has to decide on some, which begin with -1.
-extern "C" bool verify_chains(const float* logits, int64_t stride, const float* temperature,
+// Of each row how many drafts were kept, these, the token after them, then -1, and of trees the nodes
+// kept, then -1; the first `num_drafting` have drafts, and own `sizes` rows of logits beside their
+// first one. False where torch has to decide on some, which begin with -1.
+extern "C" bool verify_drafts(const float* logits, int64_t stride, const float* temperature,
                               const int64_t* top_k, const double* top_p, const float* min_p,
-                              const int64_t* drafts, const int64_t* lengths, const int64_t* sizes,
-                              const float* q, int64_t num_drafting, int64_t num_draft,
-                              const int64_t* seeds, const int64_t* positions, int64_t* verdicts,
-                              int64_t rows, int64_t tokens, int threads) {
+                              const int64_t* tokens, const int64_t* lengths, const int64_t* sizes,
+                              const float* q, const int64_t* parents, int64_t num_drafting,
+                              int64_t num_draft, const int64_t* seeds, const int64_t* positions,
+                              int64_t* verdicts, int64_t rows, int64_t vocab, int threads) {
   const Options options = {temperature, top_k, top_p, min_p};
   std::vector<int64_t> begins(rows, 0);
   for (int64_t row = 1; row < rows; row++)
     begins[row] = begins[row - 1] + 1 + (row <= num_drafting ? sizes[row - 1] : 0);
   std::vector<int64_t> last(rows, -1);
+  const int64_t columns = num_draft + 2 + (parents ? num_draft : 0);
   each(rows, threads, [&](int64_t row) {
-    Chain chain = {nullptr, 0, nullptr, seeds[row], positions[row]};
+    Drafted drafts = {nullptr, nullptr, 0, nullptr, seeds[row], positions[row]};
     if (row < num_drafting) {
-      chain.tokens = drafts + row * num_draft;
-      chain.length = lengths[row];
-      chain.q = q ? q + row * num_draft * tokens : nullptr;
+      drafts.tokens = tokens + row * num_draft;
+      drafts.parents = parents ? parents + row * num_draft : nullptr;
+      drafts.length = lengths[row];
+      drafts.q = q ? q + row * num_draft * vocab : nullptr;
     }
-    int64_t* out = verdicts + row * (num_draft + 2);
-    std::fill(out, out + num_draft + 2, -1);
-    Decision found = {0, -1};
-    if (!verify(logits + begins[row] * stride, stride, options, row, tokens, chain, &found)) return;
+    int64_t* out = verdicts + row * columns;
+    std::fill(out, out + columns, -1);
+    std::vector<int64_t> nodes(drafts.length);
+    Decision found = {0, -1, nodes.data()};
+    if (!verify(logits + begins[row] * stride, stride, options, row, vocab, drafts, &found)) return;
+    if (parents) std::copy(nodes.data(), nodes.data() + found.accepted, out + num_draft + 2);
     *out++ = found.accepted;
-    for (int64_t i = 0; i < found.accepted; i++) *out++ = chain.tokens[i];
+    for (int64_t i = 0; i < found.accepted; i++) *out++ = drafts.tokens[nodes[i]];
     *out = last[row] = found.token;
   });
   return all_decided(last.data(), rows);

@@ -37,6 +37,8 @@ from draftsmith.kernels.verify.residual import (
 )
 from draftsmith.kernels.verify.verdict import Drafts, Verdict
 
+UNDECIDED = -1  # in place of the count of a row that was kept
+
 
 @operation
 def verify_chain(
@@ -151,7 +153,7 @@ def no_drafts(logits: torch.Tensor) -> Drafts:
 
 
 def _kernel() -> Any:
-    return function_of(SOURCE, "verify_chains", ROWS + "ppppnnpppnni", result="b")
+    return function_of(SOURCE, "verify_drafts", ROWS + "pppppnnpppnni", result="b")
 
 
 def verify_logits_compiled(
@@ -163,6 +165,29 @@ def verify_logits_compiled(
 ) -> torch.Tensor | None:
     """As `verify_logits`: requests on which a rounding of torch's might decide, or of which a row
     has no mass, are torch's. None where all are, and where there is no compiler."""
+    verdicts, num_rows = compiled_verdicts(logits, rows, drafts, None, seeds, positions), len(seeds)
+    if verdicts is None or UNDECIDED not in verdicts[:, 0].tolist():
+        return verdicts
+    left = (verdicts[:, 0] == UNDECIDED).nonzero()[:, 0]
+    if len(left) == num_rows:
+        return None
+    mine = torch.isin(owners(drafts or no_drafts(logits), num_rows, len(logits)), left)
+    of_left = None if drafts is None else drafts.select(left[left < len(drafts.tokens)])
+    own = logits[mine], rows.select(left), of_left, seeds[left], positions[left]
+    verdicts[left] = verify_logits(*own, impl="torch")
+    return verdicts
+
+
+def compiled_verdicts(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    drafts: Drafts | None,
+    parents: torch.Tensor | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor | None:
+    """[B, K + 2] as `verify_logits`, of trees with `parents` [D, K] [B, 2 K + 2]: then the nodes
+    kept. A row that torch has to decide begins with `UNDECIDED`; None without a compiler."""
     kernel = _kernel() if takes(logits) else None
     if kernel is None:
         return None
@@ -174,15 +199,18 @@ def verify_logits_compiled(
         given = [None if part is None else part.contiguous() for part in drafts]
         tokens, lengths, q_logits, sizes = map(address_of, given)
         num_drafting, num_draft = drafts.tokens.shape
-    num_rows = len(seeds)
-    verdicts = torch.empty(num_rows, num_draft + 2, dtype=torch.int64)
+    num_rows, columns = len(seeds), num_draft + 2
+    if parents is not None:
+        parents, columns = parents.contiguous(), columns + num_draft
+    verdicts = torch.empty(num_rows, columns, dtype=torch.int64)
     seeds, positions = seeds.contiguous(), positions.contiguous()
-    done = kernel(
+    kernel(
         *rows_of(logits, rows),
         tokens,
         lengths,
         sizes,
         q_logits,
+        address_of(parents),
         num_drafting,
         num_draft,
         seeds.data_ptr(),
@@ -192,12 +220,4 @@ def verify_logits_compiled(
         logits.shape[-1],
         torch.get_num_threads(),
     )
-    if not done:
-        left = (verdicts[:, 0] < 0).nonzero()[:, 0]
-        if len(left) == num_rows:
-            return None
-        mine = torch.isin(owners(drafts or no_drafts(logits), num_rows, len(logits)), left)
-        of_left = None if drafts is None else drafts.select(left[left < num_drafting])
-        own = logits[mine], rows.select(left), of_left, seeds[left], positions[left]
-        verdicts[left] = verify_logits(*own, impl="torch")
     return verdicts

@@ -25,8 +25,9 @@ import torch
 
 from draftsmith.kernels.constants import MAX_NODES
 from draftsmith.kernels.dispatch import operation, reads_freely
-from draftsmith.kernels.sampling.filters import clean
+from draftsmith.kernels.sampling.filters import SamplingRows, clean, process
 from draftsmith.kernels.sampling.random_streams import STREAMS, Draws, Purpose
+from draftsmith.kernels.verify.chain import UNDECIDED, compiled_verdicts
 from draftsmith.kernels.verify.residual import (
     accepts,
     assemble,
@@ -35,7 +36,7 @@ from draftsmith.kernels.verify.residual import (
     rows_before,
     wide,
 )
-from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, ancestors
+from draftsmith.kernels.verify.verdict import Drafts, DraftTree, TreeVerdict, ancestors
 
 
 def verify_tree_greedy(logits: torch.Tensor, tree: DraftTree) -> TreeVerdict:
@@ -65,6 +66,43 @@ def _likeliest(logits: torch.Tensor) -> torch.Tensor:
     if not (reads_freely(logits.device) and bool(best.values.isfinite().all())):
         best = clean(wide(logits)).max(dim=-1)
     return torch.where(best.values == -math.inf, -1, best.indices)
+
+
+@operation
+def verify_sure_tree(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    tree: DraftTree,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    all_greedy: bool,
+    impl: str = "auto",
+) -> TreeVerdict:
+    """`verify_tree` of deterministic children, from raw logits [R, V] under the requests'
+    distributions `rows`; `all_greedy` says that all are at temperature 0."""
+    if all_greedy:
+        return verify_tree_greedy(logits, tree)
+    own = torch.repeat_interleave(tree.lengths + 1, output_size=len(logits))
+    return verify_tree(process(logits, rows.select(own)), tree, None, None, seeds, positions)
+
+
+def verify_sure_tree_compiled(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    tree: DraftTree,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    all_greedy: bool,
+) -> TreeVerdict | None:
+    """As `verify_sure_tree`; None where a rounding of torch's might decide on a row, and where
+    there is no compiler."""
+    drafts, width = Drafts(tree.tokens, tree.lengths, None, tree.lengths), tree.tokens.shape[1] + 2
+    found = compiled_verdicts(logits, rows, drafts, tree.parents, seeds, positions)
+    if found is None or UNDECIDED in found[:, 0].tolist():
+        return None
+    return TreeVerdict(found[:, 0], found[:, 1:width], found[:, width:])
 
 
 class Siblings(NamedTuple):

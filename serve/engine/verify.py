@@ -20,7 +20,7 @@ from draftsmith.kernels.dispatch import Reading, sent
 from draftsmith.kernels.sampling.filters import process
 from draftsmith.kernels.verify.block import verify_block
 from draftsmith.kernels.verify.chain import verify_logits
-from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy
+from draftsmith.kernels.verify.tree import verify_sure_tree, verify_tree
 from draftsmith.kernels.verify.verdict import DraftTree
 from draftsmith.serve.config import EngineConfig
 from draftsmith.serve.engine.proposal import Drafted, RoundProposal
@@ -72,12 +72,13 @@ def by_tree(
         pad(proposal.nodes.parents, (0, 0, 0, missing)),
         pad(proposal.held, (0, missing)),
     )
-    if sampling.all_greedy:
-        verdict = verify_tree_greedy(logits, tree)
+    streams, greedy = (sampling.seeds, sampling.positions), sampling.all_greedy
+    if greedy or proposal.logits is None:
+        rows = sampling.distributions()
+        verdict = verify_sure_tree(logits, rows, tree, *streams, all_greedy=greedy)
     else:
         q_rows = proposal.nodes.q_rows
         q_rows = None if q_rows is None else pad(q_rows, (0, 0, 0, missing), value=-1)
-        streams = sampling.seeds, sampling.positions
         p_logits = process(logits, sampling.repeated(proposal.sizes))
         verdict = verify_tree(p_logits, tree, proposal.logits, q_rows, *streams)
     return torch.cat([verdict.accepted[:, None], verdict.tokens, verdict.nodes], dim=1)

@@ -57,10 +57,11 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.parametrize("impl", ["torch", "auto"])  # compiled where it can be
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_node_attends_along_its_own_path(options: dict) -> None:
+def test_a_node_attends_along_its_own_path(options: dict, impl: str) -> None:
     for rows, heads in zip(ROWS, itertools.cycle([(4, 4), (6, 2)])):
-        found, expected = run_rows(rows, options, Case(*heads), CPU)
+        found, expected = run_rows(rows, options, Case(*heads, impl=impl), CPU)
         torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
 
 
@@ -77,8 +78,36 @@ def any_rows(draw: st.DrawFn) -> list[Row]:
 @given(any_rows(), st.sampled_from([None, 1, 2, 5, 9, Chunk(1), Chunk(2), Chunk(5), Chunk(9)]))
 @settings(max_examples=60, deadline=None)
 def test_any_mix_of_rows_attends_along_its_paths(rows: list[Row], window: Window | None) -> None:
-    found, expected = run_rows(rows, {} if window is None else {"window": window}, Case(), CPU)
-    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
+    for case in (Case(), Case(impl="auto"), Case(key_dim=32, value_dim=32, impl="auto")):
+        found, expected = run_rows(rows, {} if window is None else {"window": window}, case, CPU)
+        torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 20, Chunk(20)])
+@pytest.mark.parametrize("begin", [9, 252])  # 252: nodes lie on both sides of a run of 256
+def test_a_node_has_the_bits_that_it_has_in_a_chain(
+    begin: int, window: Window | None, dtype: torch.dtype
+) -> None:
+    row, size = Row(begin, 2, BUSHY), (begin + 14, 2, 64)
+    query, keys, values = (torch.randn(size).to(dtype) for _ in range(3))
+    queries, table = query.repeat(1, 3, 1).transpose(0, 1)[None], torch.arange(67)[None]
+    in_tree = TreeLayout(*map(torch.tensor, (row.places, row.ancestors, [row.first] * 10)))
+
+    def attended(positions: list[int], tree: TreeLayout | None, of: list[int]) -> torch.Tensor:
+        pool = PagedPool.empty(
+            num_layers=1, num_blocks=67, block_size=4, num_kv_heads=2, key_dim=64, dtype=dtype
+        )
+        pool.keys[0][: len(of)], pool.values[0][: len(of)] = keys[of], values[of]
+        count = torch.tensor([len(positions)])
+        one = PagedPass(pool, table, torch.tensor(positions), count, tree=tree).context
+        own = queries[:, :, of[-len(positions) :]]
+        return one.attend(own, pool.keys[0], pool.values[0], Scoring(0.1, window))
+
+    found = attended(row.positions, in_tree, list(range(row.places[-1] + 1)))
+    for index, position in enumerate(row.positions):
+        alone = attended([position], None, row.path(index))
+        assert torch.equal(found[index], alone[0])
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -98,7 +127,8 @@ def test_the_kernel_equals_the_reference(
     [
         *zip([*ROWS, *PLAIN], itertools.repeat("torch"), itertools.cycle([(2, 3), (5,), (1,)])),
         *zip([*ROWS, *PLAIN], itertools.repeat("triton"), itertools.cycle([(1,), (2, 3), (5,)])),
-        *zip(PLAIN, itertools.repeat("auto"), [(1,), (2,), (0,)]),  # compiled where it can be
+        # compiled where it can be
+        *zip([*PLAIN, *ROWS], itertools.repeat("auto"), itertools.cycle([(1,), (2,), (0,)])),
     ],
 )
 def test_what_is_not_finite_reaches_only_those_who_see_it(

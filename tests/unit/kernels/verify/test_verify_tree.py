@@ -13,9 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.kernels.constants import MAX_NODES
+from draftsmith.kernels.host_compiler import compiler_path
 from draftsmith.kernels.sampling.filters import SamplingRows, process
 from draftsmith.kernels.sampling.random_streams import Purpose, sample, sample_without_replacement
-from draftsmith.kernels.verify.tree import verify_tree, verify_tree_greedy
+from draftsmith.kernels.verify.tree import (
+    verify_sure_tree,
+    verify_sure_tree_compiled,
+    verify_tree,
+    verify_tree_greedy,
+)
 from draftsmith.kernels.verify.verdict import DraftTree, TreeVerdict, ancestors, depths, paths
 from tests.draft_trees import slot_prefixes
 from tests.goodness import g_test
@@ -330,6 +336,27 @@ def test_greedy_trees_are_decided_as_those_of_one_hot_distributions(
         moved = DraftTree(*(part.to(DEVICE) for part in tree))
         found = verify_tree_greedy(logits.to(DEVICE), moved)
         assert [part.tolist() for part in found] == [part.tolist() for part in expected]
+        greedy = SamplingRows.of([0.0] * len(forest))
+        compiled = verify_sure_tree(logits, greedy, tree, *streams, all_greedy=True)
+        assert [part.tolist() for part in compiled] == [part.tolist() for part in expected]
+
+
+@pytest.mark.skipif(compiler_path() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("options", [{}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.02}])
+def test_compiled_sure_trees_are_decided_as_by_torch(options: dict[str, float]) -> None:
+    kept = decided = 0
+    for seed in range(60):
+        logits, tree, _, _, *streams = random_trees(seed, 3, 9, 40, scale=1.0)
+        tree.tokens[0, 1::3] = tree.tokens[0, 0]  # some of them beside their equals
+        rows = SamplingRows.of(
+            [0.7, 1.3, 0.0], **{name: [one] * 3 for name, one in options.items()}
+        )
+        expected = verify_sure_tree(logits, rows, tree, *streams, all_greedy=False, impl="torch")
+        found = verify_sure_tree_compiled(logits, rows, tree, *streams, all_greedy=False)
+        if found is not None:
+            assert [one.tolist() for one in found] == [one.tolist() for one in expected]
+            decided, kept = decided + 1, kept + int(found.accepted.sum())
+    assert decided >= 50 and kept >= 15
 
 
 # The form of a tree
