@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from draftsmith.errors import UserError
 from draftsmith.kernels.attention import paged_triton, tiles
 from draftsmith.kernels.attention.paged import PagedPass
-from draftsmith.kernels.attention.paged_torch import GatheredContext
 from draftsmith.kernels.attention.pool import Chunk, PagedPool, Scoring, TreeLayout, Window
 from draftsmith.kernels.attention.tiles import DeviceLimits, HeadKind, Widths, choose_tiles
 from tests.unit.kernels.attention.rows import Case, Row, run_rows
@@ -89,25 +88,24 @@ def test_any_mix_of_rows_attends_along_its_paths(rows: list[Row], window: Window
 def test_a_node_has_the_bits_that_it_has_in_a_chain(
     begin: int, window: Window | None, dtype: torch.dtype
 ) -> None:
-    row, size = Row(begin, 2, BUSHY), (begin + 14, 2, 64)
-    query, keys, values = (torch.randn(size).to(dtype) for _ in range(3))
-    queries, table = query.repeat(1, 3, 1).transpose(0, 1)[None], torch.arange(67)[None]
-    in_tree = TreeLayout(*map(torch.tensor, (row.places, row.ancestors, [row.first] * 10)))
+    row, shape = Row(begin, 2, BUSHY), (begin + 14, 2, 64)
+    query, *states = (torch.randn(shape).to(dtype) for _ in range(3))
+    tree = TreeLayout(*map(torch.tensor, (row.places, row.ancestors, [row.first] * 10)))
 
-    def attended(positions: list[int], tree: TreeLayout | None, of: list[int]) -> torch.Tensor:
-        pool = PagedPool.empty(
-            num_layers=1, num_blocks=67, block_size=4, num_kv_heads=2, key_dim=64, dtype=dtype
+    def attended(positions: list[int], of: list[int], tree: TreeLayout | None) -> torch.Tensor:
+        pool = PagedPool(*([torch.cat([one[of], states[0]])] for one in states), block_size=2)
+        layout = (
+            torch.arange(len(of))[None],
+            torch.tensor(positions),
+            torch.tensor([len(positions)]),
         )
-        pool.keys[0][: len(of)], pool.values[0][: len(of)] = keys[of], values[of]
-        count = torch.tensor([len(positions)])
-        one = PagedPass(pool, table, torch.tensor(positions), count, tree=tree).context
-        own = queries[:, :, of[-len(positions) :]]
-        return one.attend(own, pool.keys[0], pool.values[0], Scoring(0.1, window))
+        own = query[of[-len(positions) :]].repeat(1, 3, 1).transpose(0, 1)[None]
+        context = PagedPass(pool, *layout, tree=tree).context
+        return context.attend(own, pool.keys[0], pool.values[0], Scoring(0.1, window))
 
-    found = attended(row.positions, in_tree, list(range(row.places[-1] + 1)))
+    found = attended(row.positions, list(range(row.places[-1] + 1)), tree)
     for index, position in enumerate(row.positions):
-        alone = attended([position], None, row.path(index))
-        assert torch.equal(found[index], alone[0])
+        assert torch.equal(found[index], attended([position], row.path(index), None)[0])
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -212,15 +210,6 @@ def test_a_pass_is_captured_by_a_graph() -> None:
         captured,
         PagedPass(pool, tables, positions, lengths).attend(0, query, key, value, Scoring(0.1)),
     )
-
-
-def test_the_reference_is_taken_for_float64_and_on_the_cpu() -> None:
-    for dtype in (torch.float32, torch.float64):
-        pool = PagedPool.empty(
-            num_layers=1, num_blocks=2, block_size=4, num_kv_heads=1, key_dim=4, dtype=dtype
-        )
-        one = PagedPass(pool, torch.tensor([[1]]), torch.tensor([0]), torch.tensor([1]))
-        assert isinstance(one.context, GatheredContext)
 
 
 def test_a_sibling_would_be_seen_without_the_bits() -> None:
