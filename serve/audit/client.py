@@ -90,7 +90,7 @@ class AuditClient:
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise UserError(
                 f"{base} does not answer /v1/models ({error}); check the URL and that the server "
-                "runs"
+                "runs, or give --model"
             ) from error
 
     def without_speculation(self) -> AuditClient | None:

@@ -139,7 +139,9 @@ class Client:
             return listed["data"][0]["id"]
         except (httpx.HTTPError, KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
             said = f"does not answer /v1/models ({first_line(error)})"
-            raise UserError(f"{self.http.base_url} {said}; check the URL") from error
+            raise UserError(
+                f"{self.http.base_url} {said}; check the URL, or give --model"
+            ) from error
 
     async def measure(
         self, prompts: Sequence[Prompt | Question], body: Body, concurrency: int

@@ -27,7 +27,7 @@ from tests.e2e.workshop import (
     check_plain,
     check_shifted,
     exported,
-    save_llama,
+    llama_workshop,
     texts,
 )
 from tests.forked import free_port
@@ -56,9 +56,8 @@ EXACT = shlex.split(
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., str]) -> Path:
-    folder = tmp_path_factory.mktemp("workshop")
-    save_llama(folder, tiny_target)
-    pair = folder / exported(folder, "draft-lm", "gguf", "--with-target")
+    folder = llama_workshop(tmp_path_factory, tiny_target)
+    pair = folder / exported(folder, "eagle3", "gguf", "--with-target")
     # Another export of the draft replaces its folder.
     (pair / "target.gguf").rename(folder / "target.gguf")
     return folder

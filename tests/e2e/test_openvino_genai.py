@@ -18,7 +18,7 @@ from tests.e2e.workshop import (
     check_plain,
     check_shifted,
     exported,
-    save_llama,
+    llama_workshop,
     texts,
 )
 
@@ -35,11 +35,10 @@ EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERE
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., str]) -> Path:
-    folder = tmp_path_factory.mktemp("workshop")
-    save_llama(folder, tiny_target)
-    pair = folder / exported(folder, "draft-lm", "openvino", "--with-target")
+    folder = llama_workshop(tmp_path_factory, tiny_target)
+    pair = folder / exported(folder, "eagle3", "openvino", "--with-target")
     # Another export of the draft replaces its folder.
-    (pair / "target").rename(folder / "graphs")
+    shutil.copytree(pair / "target", folder / "graphs", dirs_exist_ok=True)
     return folder
 
 
@@ -48,7 +47,7 @@ def answers(folder: Path, draft: Path | None) -> dict[str, Any]:
     from openvino import Tensor
 
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.num_kv_blocks = 64
+    scheduler.num_kv_blocks = 256
     scheduler.enable_prefix_caching = False
     more: dict[str, Any] = {}
     if draft is not None:

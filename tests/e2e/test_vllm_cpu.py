@@ -32,10 +32,10 @@ from tests.e2e.workshop import (
     check_plain,
     check_shifted,
     exported,
+    llama_workshop,
     predicted_tau,
     python_of,
     run_python,
-    save_llama,
     save_target,
     served,
     texts,
@@ -50,9 +50,7 @@ KEY_NORMS_PROBE = Path(__file__).with_name("vllm_key_norms_probe.py")
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[..., str]) -> Path:
     """A folder with `target`, and `data`: its greedy answers to 24 prompts."""
-    folder = tmp_path_factory.mktemp("workshop")
-    save_llama(folder, tiny_target)
-    return folder
+    return llama_workshop(tmp_path_factory, tiny_target)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +132,7 @@ def vllm(
     job = {
         "model": str(folder / model), "prompts": [prompt for prompt, _ in texts(folder)] * repeats,
         "max_tokens": MAX_TOKENS,
-        "max_model_len": 128, "speculative": speculative, "hf_overrides": overrides, "out": str(out),
+        "max_model_len": 256, "speculative": speculative, "hf_overrides": overrides, "out": str(out),
         "temperature": temperature,
         "additional": {"draftsmith": {"mend_expand_kernel": True}} if temperature else None,
     }  # fmt: skip

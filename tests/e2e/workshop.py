@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet
+import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -58,10 +59,14 @@ def with_noise(model: Path, folder: Path, share: float) -> Path:
     return folder
 
 
-def save_llama(folder: Path, tiny_target: Callable[..., str]) -> None:
-    """`target`, and `data`: its greedy answers to 24 prompts."""
-    config = LlamaConfig(**SHAPE, head_dim=32)
+def llama_workshop(made: pytest.TempPathFactory, tiny_target: Callable[..., str]) -> Path:
+    """`target`, and `data`: its greedy answers to 24 prompts. DRAFTSMITH_WORKSHOP names a folder of
+    another Llama that has these and a `draft-eagle3`, evaluated as in `trained`."""
+    if given := os.environ.get("DRAFTSMITH_WORKSHOP"):
+        return Path(given).resolve()
+    folder, config = made.mktemp("workshop"), LlamaConfig(**SHAPE, head_dim=32)
     save_target(folder, partial(LlamaForCausalLM, config), tiny_target)
+    return folder
 
 
 def save_target(
