@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from draftsmith.drafters.layouts.hub import check_named
 from draftsmith.lock import folder_lock
-from draftsmith.progress import say_loading
+from draftsmith.progress import loading
 from draftsmith.train import resolve
 from draftsmith.train.checkpoints import RunFolder
 from draftsmith.train.config import TrainConfig
@@ -29,10 +29,10 @@ def run(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> int:
     # The first of several processes holds the folder for all.
     is_first = os.environ.get("RANK", "0") == "0"
     with folder_lock(config.out, "train") if is_first else nullcontext():
-        say_loading()
-        quiet()
-        from draftsmith.drafters.target.sharded import leave_group
-        from draftsmith.train.session import train
+        with loading():
+            quiet()
+            from draftsmith.drafters.target.sharded import leave_group
+            from draftsmith.train.session import train
 
         train(config, callbacks)
         leave_group()

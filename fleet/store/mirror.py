@@ -33,7 +33,7 @@ from draftsmith.fleet.store.layout import (
 )
 from draftsmith.fleet.store.store import VersionStore
 from draftsmith.lock import folder_lock, stopping
-from draftsmith.progress import say_loading
+from draftsmith.progress import loading
 
 logger = logging.getLogger("draftsmith.fleet")
 MIRRORED = "publisher.json"
@@ -271,11 +271,11 @@ class LayoutWriter:
         return written
 
     def _export(self, folder: Path, layout: str, out: Path) -> None:
-        say_loading()  # not before the first layout
-        from draftsmith.train.config import ExportConfig
-        from draftsmith.train.export.command import open_source, run
-        from draftsmith.train.export.serving import VLLM_SPECULATORS
-        from draftsmith.train.export.table import WRITERS
+        with loading():  # not before the first layout
+            from draftsmith.train.config import ExportConfig
+            from draftsmith.train.export.command import open_source, run
+            from draftsmith.train.export.serving import VLLM_SPECULATORS
+            from draftsmith.train.export.table import WRITERS
 
         config = ExportConfig(
             draft=str(folder),

@@ -37,9 +37,8 @@ def __getattr__(name: str) -> Any:
     """Load a name on first use: the command line must not wait for torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'draftsmith' has no attribute {name!r}")
-    if name == "Engine":
-        import_module("draftsmith.progress").say_loading()
-    found = getattr(import_module(_HOMES[name]), name)
+    with import_module("draftsmith.progress").loading(name == "Engine"):
+        found = getattr(import_module(_HOMES[name]), name)
     if name == "Engine":
         # Joined here to the buffer, which `serve` may not import.
         found.make_sink = import_module("draftsmith.commands.serve").make_sink

@@ -10,14 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from datetime import datetime
+from functools import cache
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 LINE = "{desc}: {n_fmt}/{total_fmt}{unit} [{elapsed}<{remaining}{postfix}]"
 BAR = LINE.replace("{desc}:", "{l_bar}{bar}|")
 SILENT_S = 8.0  # after which a bar is shown again
+LOADING = "loading torch and transformers"  # said once, though a command imports in steps
 
 LOG_FORMATS = ("text", "json")
 # For processes that this one starts, whose lines stand in the same log.
@@ -88,12 +90,6 @@ def say(text: str) -> None:
         for one in list(Progress.opened):
             one._bar.clear()  # of a terminal, that the line is one of its own
         print(f"draftsmith: {text}", file=sys.stderr, flush=True)
-
-
-def say_loading() -> None:
-    """Says what a command's first seconds go to."""
-    if "torch" not in sys.modules:
-        say("loading torch and transformers")
 
 
 def is_busy() -> bool:
@@ -206,14 +202,22 @@ def _last_shown(shown_s: float) -> float:
     return time.time()
 
 
+say_once = cache(say)
+
+
 @contextmanager
 def awaited(step: str, *, shows: bool = True) -> Iterator[None]:
     """Says what is done inside, and again where that takes long: the work is seen to go on."""
     if shows:
-        say(step)
+        (say_once if step == LOADING else say)(step)
     with closing(Progress(step, 1, unit="steps", shows=shows, delay=SILENT_S)) as progress:
         yield
         progress._bar.n = 1  # which its end shows
+
+
+def loading(takes_long: bool = True) -> AbstractContextManager[None]:
+    """Says what a command's first seconds go to: the imports inside."""
+    return awaited(LOADING) if takes_long and "torch" not in sys.modules else nullcontext()
 
 
 def close_all() -> None:

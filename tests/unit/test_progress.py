@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli import main
+from draftsmith.commands.table import COMMANDS, Command, start
 from draftsmith.progress import Progress, factor, say
 
 LOGS = """
@@ -75,6 +76,20 @@ def test_a_step_that_takes_long_is_seen_to_go_on(
     assert shown.count("work: ") > 3 and shown.count("around: ") == 2
     time.sleep(0.5)
     assert capsys.readouterr().err == ""
+
+
+def test_imports_that_take_long_are_seen_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("draftsmith.progress.SILENT_S", 0.2)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_command.py").write_text("import time; time.sleep(1.5); run = len")
+    monkeypatch.setitem(COMMANDS, "slow", Command("", "slow_command:run", "", loads=True))
+    assert start("slow", "abc") == 3
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "draftsmith: loading torch and transformers"
+    assert others[0].startswith("loading torch and transformers: 0/1 steps [")
 
 
 def test_work_within_work_has_lines_of_its_own_in_a_log(capsys: pytest.CaptureFixture) -> None:
@@ -154,15 +169,10 @@ def written(form: str) -> Iterator[str]:
 
 def test_json_lines_hold_all_that_is_logged() -> None:
     entries = [json.loads(line) for line in written("json")]
-    assert [(one["level"], one["logger"]) for one in entries] == [
-        ("WARNING", "library"),
-        ("INFO", "draftsmith"),
-        ("INFO", "draftsmith"),
-        ("INFO", "draftsmith"),
-        ("WARNING", "py.warnings"),
-        ("ERROR", "draftsmith.x"),
-        ("INFO", "root"),
-    ]
+    assert [f"{one['level']} {one['logger']}" for one in entries] == [
+        "WARNING library", *["INFO draftsmith"] * 3, "WARNING py.warnings", "ERROR draftsmith.x",
+        "INFO root",
+    ]  # fmt: skip
     assert [one["message"] for one in entries[:3]] == [
         "one\ntwo", "loading", "work: 0/3 parts [00:00<?]",
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from draftsmith.drafters.config import check_draft_options
 from draftsmith.drafters.layouts.hub import check_named
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
-from draftsmith.progress import say, say_loading
+from draftsmith.progress import loading, say
 from draftsmith.train.check.finding import FAIL, Finding, ok, refused, table
 from draftsmith.train.check.server import check_server
 from draftsmith.train.config import DoctorConfig
@@ -76,18 +76,17 @@ def examine(config: DoctorConfig) -> list[Finding]:
     if config.url is not None:
         say(f"asking {without_login(config.url)}")
         return check_server(config.url)
-    say_loading()
-    quiet()
     return check_models(config)
 
 
 def check_models(config: DoctorConfig) -> list[Finding]:
     """Every check that still makes sense after the ones before it."""
-    # Late: a server is asked without importing what models need.
-    from draftsmith.drafters import checkpoint
-    from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
-    from draftsmith.train.check.memory import check_fit, check_serving, check_training
-    from draftsmith.train.check.models import check_draft, check_target
+    with loading():  # late: a server is asked without importing what models need
+        quiet()
+        from draftsmith.drafters import checkpoint
+        from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
+        from draftsmith.train.check.memory import check_fit, check_serving, check_training
+        from draftsmith.train.check.models import check_draft, check_target
 
     assert config.target is not None
     name, trust, offload = config.target, config.trust_remote_code, config.target_offload

@@ -7,7 +7,7 @@ from draftsmith.config import check_limits
 from draftsmith.drafters.layouts.hub import check_named
 from draftsmith.errors import UserError
 from draftsmith.files import check_result
-from draftsmith.progress import say_loading
+from draftsmith.progress import loading
 from draftsmith.prompts.suites import check_suite
 from draftsmith.train.config import EvalConfig
 from draftsmith.train.data.folders import check_folders, folders_of
@@ -17,9 +17,9 @@ def run(config: EvalConfig) -> int:
     check_options(config)
     check_folders(config.data)
     check_result(config.out, "out")
-    say_loading()
     check_named(config)
-    from draftsmith.train.evaluate.command import run as evaluate
+    with loading():
+        from draftsmith.train.evaluate.command import run as evaluate
 
     return evaluate(config)
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from draftsmith.progress import factor
+from draftsmith.progress import factor, loading
 from draftsmith.serve.audit.config import AuditConfig, check
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ def run(config: AuditConfig) -> int:
         check_written(config.buffer)
     for url in filter(None, (config.url, config.compare_url)):
         AuditClient.connect(config, url).http.close()
-    from draftsmith.serve.audit.command import run as audit
+    with loading():
+        from draftsmith.serve.audit.command import run as audit
 
     return audit(config, audit_buffer)
 

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from draftsmith.errors import first_line
-from draftsmith.progress import say_loading
+from draftsmith.progress import loading
 from draftsmith.version import __version__
 
 PACKAGES = (
@@ -45,8 +45,9 @@ def environment() -> Iterator[tuple[str, str]]:
     yield "processor", processor()
     yield "memory", memory()
     yield "cache folder", str(cache_folder())
-    say_loading()
-    yield "devices", devices()
+    with loading():
+        found = devices()
+    yield "devices", found
 
 
 def commit() -> str:

@@ -12,6 +12,7 @@ from draftsmith.distill.config import GenerateOptions
 from draftsmith.distill.config_checks import check_generate
 from draftsmith.drafters.config import Pair
 from draftsmith.errors import UserError
+from draftsmith.progress import loading
 from draftsmith.prompts.sources import check_source
 from draftsmith.serve.config import DEFAULT_K, LookupOptions, ServeConfig
 from draftsmith.serve.config_checks import check as check_served
@@ -58,8 +59,8 @@ class GenerateConfig(GenerateOptions, LookupOptions, Pair):
 def run(config: GenerateConfig) -> int:
     check(config)
     check_source(config.prompts)
-    # Late: it imports torch, which takes seconds.
-    from draftsmith.distill.generate.command import run as generate
+    with loading():  # late: it imports torch, which takes seconds
+        from draftsmith.distill.generate.command import run as generate
 
     return generate(config, answers_of)
 

@@ -8,6 +8,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from draftsmith.lock import on_signals, say_stopping
+from draftsmith.progress import loading
 from draftsmith.serve.config import ServeConfig
 from draftsmith.serve.config_checks import check
 
@@ -24,7 +25,8 @@ def run(config: ServeConfig) -> int:
         os._exit(0)  # neither libraries nor their threads hold it up
 
     with on_signals(end, signal.SIGTERM):  # until it answers, which has an end of its own
-        from draftsmith.serve.command import run as serve
+        with loading():
+            from draftsmith.serve.command import run as serve
 
         return serve(config, make_sink)
 

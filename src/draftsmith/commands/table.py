@@ -8,7 +8,7 @@ import os
 from typing import Any, NamedTuple
 
 from draftsmith.errors import UserError, check_extra, extra_of, missing
-from draftsmith.progress import say_busy, say_loading
+from draftsmith.progress import loading, say_busy
 
 
 class Command(NamedTuple):
@@ -167,12 +167,13 @@ def start(name: str, config: Any, **more: Any) -> int:
     if check := COMMANDS[name].check:
         load(check)(config)
     if COMMANDS[name].loads:
-        say_loading()
         load("draftsmith.drafters.layouts.hub:check_named")(config)
     if (COMMANDS[name].saves or name == "plan") and not hasattr(config, "threads"):
         say_busy()  # what takes long, and what foretells how long
     try:
-        return int(load(COMMANDS[name].run)(config, **more) or 0)
+        with loading(COMMANDS[name].loads):
+            run = load(COMMANDS[name].run)
+        return int(run(config, **more) or 0)
     except ModuleNotFoundError as error:
         extra = extra_of(error.name)
         if extra is None:
