@@ -7,14 +7,14 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from draftsmith.config import check_limits
+from draftsmith.config import build, check_limits, merge, read_yaml
 from draftsmith.drafters.config import check_offload, check_shares
 from draftsmith.drafters.options import DrafterOptions, MedusaOptions, MtpOptions, options_of
 from draftsmith.errors import UserError
 from draftsmith.files import read_json
 from draftsmith.kernels.divergence.kind import kind_of
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.data.folders import folders_of, named
+from draftsmith.train.config import FAMILIES, PlanConfig, TrainConfig
+from draftsmith.train.data.folders import check_folders, folders_of, named
 
 # Options that may differ between a run and its continuation: they change how long or how loudly it
 # trains, not what.
@@ -157,6 +157,48 @@ def check_sparse(config: TrainConfig, why: str, mend: str) -> None:
     """Refuses a divergence that needs more than the likeliest tokens and their tail."""
     if config.divergence.startswith("ce"):
         raise UserError(f"option 'divergence' needs whole distributions and {why}; {mend}")
+
+
+def check_plan(config: PlanConfig) -> None:
+    """Raises `UserError` where no family can be planned."""
+    check_folders(config.data)
+    refused = []
+    for family in families_of(config):
+        try:
+            training(config, family)
+        except UserError as error:
+            refused.append(error)
+        else:
+            return
+    raise refused[0]
+
+
+def families_of(config: PlanConfig) -> tuple[str, ...]:
+    if config.families or config.recipe is None:
+        return config.families or FAMILIES
+    family = recipe_of(config).get("family")
+    if family is None:
+        raise UserError(f"recipe {config.recipe!r} names no family; give one of --families")
+    return (family,)
+
+
+def training(config: PlanConfig, family: str) -> TrainConfig:
+    """Options of the run that is planned: those of the recipe."""
+    own = {
+        "family": family,
+        "target": config.target,
+        "target_offload": config.target_offload,
+        "data": config.data or ("DATA",),
+        "out": "DRAFT",
+        **({} if config.epochs is None else {"epochs": config.epochs}),
+    }
+    train = build(TrainConfig, merge(recipe_of(config), own))
+    check_options(train)
+    return train
+
+
+def recipe_of(config: PlanConfig) -> dict[str, Any]:
+    return {} if config.recipe is None else read_yaml(config.recipe)
 
 
 def total_steps(config: TrainConfig, batches_per_epoch: int, world_size: int) -> int:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from draftsmith.config import build, merge, read_yaml
 from draftsmith.drafters.interface import TextBatch
 from draftsmith.drafters.registry import FAMILIES
 from draftsmith.drafters.target.device import device_of, load_target, weight_dtype
@@ -22,13 +21,11 @@ from draftsmith.files import markdown_table
 from draftsmith.progress import Progress
 from draftsmith.train.check.finding import FAIL
 from draftsmith.train.check.memory import GIB, TRAINED_BYTES, check_fit, check_training, parts_of
-from draftsmith.train.config import FAMILIES as TRAINED
 from draftsmith.train.config import PlanConfig, TrainConfig
-from draftsmith.train.data.folders import check_folders
 from draftsmith.train.data.mixture import read_mixture
 from draftsmith.train.objective.teacher import LiveSource
 from draftsmith.train.quiet import quiet
-from draftsmith.train.resolve import check_options, drafter_options
+from draftsmith.train.resolve import drafter_options, families_of, training
 from draftsmith.train.trainer import Trainee
 
 STEP_ROWS, STEP_LENGTH = 4, 256  # of the timed step, at most
@@ -60,7 +57,6 @@ def run(config: PlanConfig) -> int:
 
 def make_plan(config: PlanConfig) -> dict[str, Any]:
     families = families_of(config)
-    check_folders(config.data)
     target = open_target(config)
     sizes = sizes_of(config, target)
     drafts: list[Planned] = []
@@ -107,10 +103,6 @@ def sizes_of(config: PlanConfig, target: Target) -> Sizes:
     return mixture.tokens_per_epoch(), float(mixture.train.lengths.mean())
 
 
-def recipe_of(config: PlanConfig) -> dict[str, Any]:
-    return {} if config.recipe is None else read_yaml(config.recipe)
-
-
 def limits_of(train: TrainConfig) -> dict[str, float]:
     """Options that end the run, whichever comes first."""
     given = {"steps": train.steps, "epochs": train.epochs, "minutes": train.minutes}
@@ -124,30 +116,6 @@ def seconds_of(train: TrainConfig, sizes: Sizes, tokens_per_s: float) -> float:
     step_s = row * train.batch_size * train.accumulate / tokens_per_s
     each_s = {"steps": step_s, "epochs": tokens / tokens_per_s, "minutes": 60.0}
     return min(value * each_s[name] for name, value in limits_of(train).items())
-
-
-def families_of(config: PlanConfig) -> tuple[str, ...]:
-    if config.families or config.recipe is None:
-        return config.families or TRAINED
-    family = recipe_of(config).get("family")
-    if family is None:
-        raise UserError(f"recipe {config.recipe!r} names no family; give one of --families")
-    return (family,)
-
-
-def training(config: PlanConfig, family: str) -> TrainConfig:
-    """Options of the run: those of the recipe."""
-    own = {
-        "family": family,
-        "target": config.target,
-        "target_offload": config.target_offload,
-        "data": config.data or ("DATA",),
-        "out": "DRAFT",
-        **({} if config.epochs is None else {"epochs": config.epochs}),
-    }
-    train = build(TrainConfig, merge(recipe_of(config), own))
-    check_options(train)
-    return train
 
 
 def planned(

@@ -1,8 +1,8 @@
 """`draftsmith export`: a draft in another engine's layout.
 
 Files in reading order:
+- `start`: the check of its options, and its start
 - `command`: the command
-- `options`: the check of its options
 - `table`: which family for which engine
 - `source`: the draft and target exported from
 - `portable`: the draft's own tensors, as vLLM, SGLang and transformers read them

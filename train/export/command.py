@@ -26,24 +26,21 @@ from draftsmith.files import atomic_folder, read_json, write_json
 from draftsmith.train.config import ExportConfig
 from draftsmith.train.evaluate.picture import draw_figures
 from draftsmith.train.export.model_card import CURVES, RESULTS, evaluations, model_card
-from draftsmith.train.export.options import check_options
 from draftsmith.train.export.source import ExportSource
-from draftsmith.train.export.table import TARGET_WRITERS, needs_target_weights, writer
+from draftsmith.train.export.table import TARGET_WRITERS, needs_target_weights, writer, writer_name
 from draftsmith.train.export.vllm_faults import SHARED_NOISE
 from draftsmith.train.quiet import quiet
 
 
 def run(config: ExportConfig) -> int:
     out = Path(config.out)
-    check_options(config)
     quiet()
     source = open_source(config)
-    write = writer(source.family, config.to)
-    check_out(out, source)
+    write = writer(writer_name(source.family, config.to))
     with on_disk(out), atomic_folder(out) as folder:
         write(source, folder)
         if config.with_target:
-            TARGET_WRITERS[config.to](source, folder)
+            writer(TARGET_WRITERS[config.to])(source, folder)
         write_json(folder / RECORD, shown_record(config, source))
         copy_pictures(source, folder)
         card = model_card(source, folder, engine=config.to, repository=config.push)
@@ -152,17 +149,6 @@ def check_tokenizer(
         raise UserError(
             f"the draft was made for another tokenizer than that of {target_name!r} "
             f"({difference}); give its own target"
-        )
-
-
-def check_out(out: Path, source: ExportSource) -> None:
-    """Replaces an earlier export; refuses any other folder that holds files."""
-    if out.resolve() in (source.draft.resolve(), source.target.resolve()):
-        raise UserError(f"--out {str(out)!r} is where the export is read from; give another folder")
-    occupied = out.is_file() or (out.is_dir() and any(out.iterdir()))
-    if occupied and not ((out / RECORD).is_file() and "export" in read_metadata(out)):
-        raise UserError(
-            f"--out {str(out)!r} exists and is not an earlier export; give another folder"
         )
 
 

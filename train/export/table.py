@@ -1,16 +1,17 @@
-"""Table of layouts: the writer of each family for each engine, or the reason why there is none."""
+"""Table of layouts: the writer of each family for each engine, or the reason why there is none.
+Torch-free: a writer is named by its module in this chapter, which is imported when it writes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftsmith.errors import UserError
-from draftsmith.train.export import gguf, mtp, openvino, portable
-from draftsmith.train.export.source import ExportSource
-from draftsmith.train.export.speculators import write_mtp, write_speculators
 
-Writer = Callable[[ExportSource, Path], None]
+if TYPE_CHECKING:
+    from draftsmith.train.export.source import ExportSource
 
 # The families that become part of their target's checkpoint; for others its configuration and
 # tokenizer are enough.
@@ -21,38 +22,43 @@ NEED_TARGET_WEIGHTS = (*STITCHED, "medusa")
 # speculators library takes them for those of the draft.
 TAKE_EMBEDDINGS = (("eagle3", "openvino"), ("eagle1", "speculators"))
 # Writers of the target beside the draft.
-TARGET_WRITERS: dict[str, Writer] = {"gguf": gguf.write_target, "openvino": openvino.write_target}
+TARGET_WRITERS = {"gguf": "gguf:write_target", "openvino": "openvino:write_target"}
 
-BLOCKS: dict[str, Writer] = {
-    "vllm": portable.write_block,
-    "sglang": portable.write_block,
-    "speculators": write_speculators,
-    "gguf": gguf.write_block,
+SPECULATORS = "speculators:write_speculators"
+BLOCKS = {
+    "vllm": "portable:write_block",
+    "sglang": "portable:write_block",
+    "speculators": SPECULATORS,
+    "gguf": "gguf:write_block",
 }
-WRITERS: dict[str, dict[str, Writer]] = {
+WRITERS: dict[str, dict[str, str]] = {
     "eagle3": {
-        "vllm": portable.write_eagle3,
-        "sglang": portable.write_sglang_eagle3,
-        "speculators": write_speculators,
-        "gguf": gguf.write_eagle3,
-        "openvino": openvino.write_eagle3,
+        "vllm": "portable:write_eagle3",
+        "sglang": "portable:write_sglang_eagle3",
+        "speculators": SPECULATORS,
+        "gguf": "gguf:write_eagle3",
+        "openvino": "openvino:write_eagle3",
     },
-    "p-eagle": {"vllm": portable.write_eagle3, "speculators": write_speculators},
+    "p-eagle": {"vllm": "portable:write_eagle3", "speculators": SPECULATORS},
     "draft-lm": {
-        "vllm": portable.write_plain,
-        "sglang": portable.write_sglang,
-        "hf": portable.write_plain,
-        "gguf": gguf.write_lm,
-        "openvino": openvino.write_lm,
+        "vllm": "portable:write_plain",
+        "sglang": "portable:write_sglang",
+        "hf": "portable:write_plain",
+        "gguf": "gguf:write_lm",
+        "openvino": "openvino:write_lm",
     },
-    "mtp": {"vllm": mtp.write_mtp, "sglang": mtp.write_sglang, "speculators": write_mtp},
+    "mtp": {
+        "vllm": "mtp:write_mtp",
+        "sglang": "mtp:write_sglang",
+        "speculators": "speculators:write_mtp",
+    },
     "eagle1": {
-        "vllm": portable.write_vllm_eagle1,
-        "sglang": portable.write_sglang_eagle1,
-        "speculators": write_speculators,
+        "vllm": "portable:write_vllm_eagle1",
+        "sglang": "portable:write_sglang_eagle1",
+        "speculators": SPECULATORS,
     },
-    "medusa": {"vllm": portable.write_vllm_medusa, "hf": portable.write_medusa},
-    "mlp": {"hf": portable.write_ibm},
+    "medusa": {"vllm": "portable:write_vllm_medusa", "hf": "portable:write_medusa"},
+    "mlp": {"hf": "portable:write_ibm"},
     "dflash": {**BLOCKS},
     "dspark": {**BLOCKS},
 }
@@ -83,7 +89,12 @@ def needs_target_weights(family: str, engine: str) -> bool:
     return family in NEED_TARGET_WEIGHTS or (family, engine) in TAKE_EMBEDDINGS
 
 
-def writer(family: str, engine: str) -> Writer:
+def writer(name: str) -> Callable[[ExportSource, Path], None]:
+    module, _, function = name.partition(":")
+    return getattr(import_module(f"draftsmith.train.export.{module}"), function)
+
+
+def writer_name(family: str, engine: str) -> str:
     if family not in WRITERS:
         raise UserError(
             f"a draft of family {family!r} has no weights to export; exportable are "

@@ -82,10 +82,9 @@ COMMANDS = {
     ),
     "export": Command(
         "draftsmith.train.config:ExportConfig",
-        "draftsmith.train.export.command:run",
+        "draftsmith.train.export.start:run",
         "write a draft in the layout vLLM, SGLang or transformers load",
-        check="draftsmith.train.export.options:check_options",
-        loads=True,
+        check="draftsmith.train.export.start:check_options",
     ),
     "bench": Command(
         "draftsmith.serve.bench.config:BenchConfig",
@@ -111,6 +110,7 @@ COMMANDS = {
         "draftsmith.train.config:PlanConfig",
         "draftsmith.train.check.plan:run",
         "what training a draft takes here: tokens/s, hours, memory, and what to give",
+        check="draftsmith.train.resolve:check_plan",
         alone=True,
         loads=True,
     ),

@@ -125,9 +125,8 @@ def test_what_makes_a_large_draft_fit_is_told(
 def test_a_table_for_people(
     tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(["plan", "--target", tiny_target("llama"), "--families", "mlp", "--epochs", "3"]) == 0
-    )
+    words = ["--families", "mlp", "--epochs", "3"]
+    assert main(["plan", "--target", tiny_target("llama"), *words]) == 0
     said = capsys.readouterr().out
     assert "| draft" in said and f"draftsmith train mlp {tiny_target('llama')} --data" in said
     assert "activations come on top" in said
@@ -138,10 +137,13 @@ def test_a_table_for_people(
     [
         (["--families", "nope"], "must be one of"),
         (["--recipe", "recipes/suffix.yaml"], "does not exist"),
+        (["--recipe", "recipes/medusa-small.yaml", "--families", "eagle3"], "num_heads"),
+        (["--data", "nowhere"], "data 'nowhere' is not a folder"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    words: list[str], says: str, tiny_target: Callable[..., str], capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_planned_is_refused_before_anything_is_loaded(
+    words: list[str], says: str, tiny_target: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("draftsmith.commands.table.loading", None)
     assert main(["plan", "--target", tiny_target("llama"), *words]) == 2
     assert says in capsys.readouterr().err

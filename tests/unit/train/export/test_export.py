@@ -19,8 +19,8 @@ from draftsmith.drafters.layouts import hub
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.config import LAYOUTS, ExportConfig, OptimConfig, TrainConfig
-from draftsmith.train.export.command import run
-from draftsmith.train.export.table import REASONS, WRITERS, writer
+from draftsmith.train.export.start import run
+from draftsmith.train.export.table import REASONS, WRITERS, writer_name
 from tests.conftest import save_adapter, small_files
 
 
@@ -62,54 +62,47 @@ def test_every_layout_that_is_not_written_is_refused_with_a_reason() -> None:
         for layout in LAYOUTS:
             if layout not in writers:
                 with pytest.raises(UserError, match=r"\w+; export this draft --to \w+"):
-                    writer(family, layout)
+                    writer_name(family, layout)
     assert not any(layout in WRITERS[family] for family, layout in REASONS)
 
 
-def test_an_earlier_export_is_replaced_and_nothing_else(draft: Path) -> None:
+def test_an_earlier_export_is_replaced_and_nothing_else(
+    draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = export(draft)
     (out / "leftover").write_text("x")
     assert not (export(draft) / "leftover").exists()
-    (draft.parent / "mine").mkdir()
+    monkeypatch.setattr("draftsmith.train.export.start.loading", None)  # refused before it
+    for name in ("mine", "other-draft"):
+        (draft.parent / name).mkdir()
     (draft.parent / "mine" / "notes.txt").write_text("x")
     assert "is not an earlier export" in refusal(draft, out="mine")
     assert (draft.parent / "mine" / "notes.txt").is_file()
-
-
-def test_a_draft_checkpoint_is_never_overwritten(draft: Path) -> None:
     assert "is where the export is read from" in refusal(draft, out="draft")
-    other = draft.parent / "other-draft"
-    other.mkdir()
-    set_record(other, family="eagle3", target={"name": "x"})
+    said = "the speculators library does not draft with draft-lm; export this draft --to vllm or "
+    assert said + "sglang or hf" in refusal(draft, to="speculators")
+    set_record(draft.parent / "other-draft", family="eagle3", target={"name": "x"})
     assert "is not an earlier export" in refusal(draft, out="other-draft")
 
 
-def test_bad_input_is_one_sentence(
-    draft: Path, tmp_path: Path, tiny_target: Callable[..., str]
-) -> None:
+def test_bad_input_is_one_sentence(draft: Path, tmp_path: Path, tiny_target: Any) -> None:
     assert "no folder './gone'; check the path of the draft" in refusal(draft, draft="./gone")
     assert "no folder './gone'; check the path of the model" in refusal(draft, target="./gone")
     assert "option 'speculative_tokens' is 0" in refusal(draft, speculative_tokens=0)
-    assert (
-        "the speculators library does not draft with draft-lm; export this draft --to vllm or "
-        "sglang or hf" in refusal(draft, to="speculators")
-    )
     set_record(draft, target={})
     assert "does not say which target it is for; give --target" in refusal(draft)
     set_record(draft, target={"name": tiny_target("llama"), "tokenizer_hash": "another"})
     assert "another tokenizer" in refusal(draft)
-    set_record(draft, family="suffix", target={"name": str(tmp_path)})
+    set_record(draft, target={"name": str(tmp_path)})
     assert "config.json" in refusal(draft)
-    write_json(tmp_path / "config.json", {})
+    set_record(draft, family="suffix")
     assert "family 'suffix' has no weights to export" in refusal(draft)
     (draft / "draftsmith.json").write_text("{")
     assert "is not valid JSON" in refusal(draft)
 
 
 @pytest.mark.long
-def test_a_target_may_be_an_adapter(
-    draft: Path, tiny_target: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_target_may_be_an_adapter(draft: Path, tiny_target: Any, tmp_path: Path) -> None:
     """Its configuration is the base's; layouts that hold weights of the target are refused."""
     adapter = save_adapter(tiny_target("llama"), tmp_path / "adapter")
     out = export(draft, target=adapter)
@@ -146,15 +139,11 @@ def test_a_target_on_the_hub_is_not_downloaded_for_its_configuration(
     monkeypatch.setattr(hub, "snapshot_download", snapshot)
     set_record(draft, target={"name": name})
     card = (export(draft) / "README.md").read_text()
-    assert [(name, "*.safetensors" in patterns) for name, patterns in asked] == [
-        ("ann/target", True)
-    ]
+    assert [(name, "*.safetensors" in files) for name, files in asked] == [("ann/target", True)]
     assert "base_model: ann/target\n" in card and "@v1" not in card
 
 
-def test_a_draft_made_elsewhere_needs_no_record(
-    draft: Path, tiny_target: Callable[..., str]
-) -> None:
+def test_a_draft_made_elsewhere_needs_no_record(draft: Path, tiny_target: Any) -> None:
     (draft / "draftsmith.json").unlink()
     assert "does not say which target" in refusal(draft)
     out = export(draft, target=tiny_target("llama"))
@@ -164,9 +153,8 @@ def test_a_draft_made_elsewhere_needs_no_record(
     assert read_json(out / "draftsmith.json")["family"] == "draft-lm"
     shutil.copy(Path(tiny_target("other_vocab")) / "tokenizer.json", draft)
     shutil.copy(Path(tiny_target("other_vocab")) / "tokenizer_config.json", draft)
-    assert "the draft's tokenizer is not the target's" in refusal(
-        draft, target=tiny_target("llama")
-    )
+    said = refusal(draft, target=tiny_target("llama"))
+    assert "the draft's tokenizer is not the target's" in said
 
 
 def estimate(value: float) -> dict[str, float]:
@@ -178,9 +166,7 @@ def evaluation(temperature: float, tau: float) -> dict[str, Any]:
         "temperature": temperature, "k": 3, "documents": 5, "tokens": 1234, "rounds": 500.0,
         "tau": estimate(tau),
         "alpha": [estimate(0.71), estimate(0.62), None],
-        "unlikely": 0.0, "method": (
-            "by a test"
-        ),
+        "unlikely": 0.0, "method": "by a test",
     }  # fmt: skip
 
 
@@ -294,8 +280,7 @@ def test_the_card_says_how_to_serve_in_each_engine(
         "vLLM 0.21 to 0.28 with its V2 model runner and draft_sample_method probabilistic does not"
     )
     assert lossy in card and lossy in capsys.readouterr().out
-    assert (
-        "--speculative-algorithm STANDALONE" in card and "--speculative-num-draft-tokens 5" in card
-    )
+    assert "--speculative-algorithm STANDALONE" in card
+    assert "--speculative-num-draft-tokens 5" in card
     assert "assistant_model=" in card
     assert f"draftsmith serve {target} --draft {out} --k 4" in card
