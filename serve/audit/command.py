@@ -88,7 +88,7 @@ def audit_server(
         )
     )
     client = client.reporting(config.k)
-    say(f"asking {config.url} for {config.contexts} contexts")
+    say(f"asking {config.url} for contexts, {config.contexts} in all")
     contexts = make_contexts(client, config)
     before = client.counters()
     checks = list(greedy_checks(config, client, plain, distributions, contexts))

@@ -52,7 +52,7 @@ def greedy_checks(
     checks = []
     known: list[CoarseDistribution] = []
     for index, context in enumerate(contexts):
-        say(f"greedy text of context {index}, of {len(contexts)} contexts")
+        say(f"greedy text of context {index}, {len(contexts)} in all")
         tokens = continuation(client, config, context)
         found = distributions.after([(*context, *tokens[:place]) for place in range(len(tokens))])
         known += found
@@ -81,7 +81,7 @@ def identity_check(
         if distribution.ids[0] != token
     ]
     worst = max((found.margin for found in wrong), default=0.0)
-    said = f"{len(wrong)} of {len(tokens)} tokens are not the likeliest one"
+    said = f"not the likeliest: {len(wrong)} of {len(tokens)} tokens"
     said += f", at most {apart(worst, config)}" if wrong else ""
     return Check(
         name=f"greedy identity, context {index}",

@@ -187,7 +187,7 @@ def count_documents(
         raise ValueError("no sequence to evaluate on; give at least one")
     counts: list[DocumentCounts] = []
     ordered = sorted(sequences, key=lambda sequence: len(sequence.input_ids))
-    progress = Progress(label, len(ordered), unit="texts", shows=bool(label))
+    progress = Progress(label, len(ordered), unit="answers", shows=bool(label))
     for begin in range(0, len(ordered), batch_size):
         part = ordered[begin : begin + batch_size]
         text = collate(part)

@@ -183,7 +183,7 @@ def test_a_suite_is_answered_and_measured_by_task(target, draft, suite, tmp_path
     assert "suite.jsonl: 5 of 5 prompts" in said.err
     # Of the first turns.
     assert "answers at T=1: 30/30 tokens" in said.err and ", 5/5 answers" in said.err
-    assert "rounds of qa at T=1: 2/2 texts" in said.err
+    assert "rounds of qa at T=1: 2/2 answers" in said.err
     assert "| questions" in said.out
     table = [line for line in said.out.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in table[2:8]]
