@@ -156,7 +156,7 @@ class Progress:
     ) -> None:
         from tqdm.auto import tqdm  # late: the reference is made without it
 
-        self.total = total
+        self.total = total = max(total, start)  # of a longer run that goes on
         lines = {"file": Lines(), "bar_format": LINE, "mininterval": 10.0, "position": 0}
         self._bar = tqdm(
             desc=label, total=total, unit=f" {unit}", initial=start, disable=not (shows and total),

@@ -57,11 +57,12 @@ def test_a_log_has_a_line_at_the_start_and_one_at_the_end(capsys: pytest.Capture
     advance()
     Progress("nothing", 0, unit="texts").close()
     Progress("of another process", 9, unit="texts", shows=False).close("done")
-    first, last = capsys.readouterr().err.splitlines()
+    Progress("a longer run", 6, unit="steps", start=12).close()
+    first, last, longer, _ = capsys.readouterr().err.splitlines()
+    assert longer == "a longer run: 12/12 steps [00:00<?]"
     assert first == "generate: 100/200 answers [00:00<?]"
-    done, left = re.fullmatch(
-        r"generate: 150/200 answers \[(\d\d:\d\d)<(\d\d:\d\d), all of it\]", last
-    ).groups()
+    as_shown = r"generate: 150/200 answers \[(\d\d:\d\d)<(\d\d:\d\d), all of it\]"
+    done, left = re.fullmatch(as_shown, last).groups()
     assert done == left  # as fast as the half that was done here
 
 
