@@ -26,6 +26,10 @@ OF_TARGET = ("revision", "chat_template")  # peers' flags that make another name
 
 class Parser(argparse.ArgumentParser):
     keys: Sequence[str] = ()  # of all options, those without a flag too
+    first = ""  # the option that is given without a flag, if any
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Choices are checked with all others, in `config.build`."""
 
     def error(self, message: str) -> NoReturn:
         # argparse lists the optional extra among what is missing.
@@ -53,6 +57,7 @@ def parser_for(name: str, cls: type) -> Parser:
         if field.metadata.get("positional"):
             choices = field.metadata.get("choices")
             parser.add_argument(field.name, help=_help(field), choices=choices)
+            parser.first = field.name
         else:
             _add_flag(groups.get(field.name, parser), option)
     for one in OF_TARGET if target else ():
@@ -105,6 +110,13 @@ def parse(
     if unknown:
         name, lists = unknown[0].split("=")[0], f"{parser.prog} --help lists all"
         raise UserError(configuration.unknown_key(name, flags, lists=lists))
+    if parser.first and hasattr(arguments, "extra"):  # which may stand before it
+        given = [getattr(arguments, parser.first), *arguments.extra]
+        keys = [key.split(".")[0] for key in parser.keys]
+        named = [text for text in given if not _is_extra(text, keys)] or given
+        setattr(arguments, parser.first, named[0])
+        given.remove(named[0])
+        arguments.extra = given
     return arguments
 
 

@@ -83,6 +83,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             "it must be one of vllm, sglang, speculators, hf",
         ),
         (["doctor"], "option 'target' is required; give --target"),
+        (["train", "optim.lr=1", "a.yaml", "eagle", "T"], "recipe 'a.yaml' does not exist"),
+        (["train", "optim.lr=1", "eagle", "T", "data=d", "out=o"], "option 'family' is 'eagle';"),
     ],
 )
 def test_bad_usage_is_one_sentence_and_status_2(
@@ -91,11 +93,8 @@ def test_bad_usage_is_one_sentence_and_status_2(
     assert main(argv) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert (
-        shown.err.startswith("draftsmith: error: ")
-        and wanted in shown.err
-        and shown.err.count("\n") == 1
-    )
+    assert shown.err.startswith("draftsmith: error: ") and shown.err.count("\n") == 1
+    assert wanted in shown.err
 
 
 @pytest.mark.parametrize(
