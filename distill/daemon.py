@@ -244,12 +244,14 @@ class Daemon:
         for alarm in self.monitor.look(reading.records):
             self.status.event(f"ALARM: {alarm}")
         self.forget(reading.forgotten)
-        if len(own) + len(earlier) < len(reading.records):
-            if not self.counters.foreign:
-                self.status.event(
-                    f"records of another target than {self.target.name!r} are left out"
-                )
-            self.counters.foreign += len(reading.records) - len(own) - len(earlier)
+        foreign = [one.target_revision for one in reading.records if not self.is_known(one)]
+        if foreign and not self.counters.foreign:
+            self.status.event(
+                f"records of target revision {foreign[0]} are left out, as {self.target.name!r} is "
+                f"{self.target.revision} and was never that here; if it was trained from that, "
+                "stop, and run distill on that model first, with the same --versions"
+            )
+        self.counters.foreign += len(foreign)
         # What is still to be read may be of any request.
         self.sort_in_finished(idle_s=math.inf if reading.more else SILENCE_S)
         return bool(reading.records)

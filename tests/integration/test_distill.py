@@ -151,13 +151,14 @@ def test_a_version_chosen_by_hand_is_followed(
     assert seen[0] == 2 and seen[-1] == 1 and made.status()["version"] == 1
 
 
-def test_records_of_another_target_are_left_out(loop: Callable[..., Any]) -> None:
+def test_records_of_another_target_are_left_out(loop: Callable[..., Any], capfd: Any) -> None:
     made = loop()
     own, made.target.revision = made.target.revision, "another"
     made.serve(20)
     daemon.run(made.config)
     status = made.status()
     assert 0 < status["foreign"] == status["records"] and made.decisions() == []
+    assert "records of target revision another are left out" in capfd.readouterr().err
     made.target.revision = own
     made.serve(4, seed=4)
     daemon.run(replace(made.config, learn=replace(made.config.learn, steps=1)))
