@@ -28,7 +28,7 @@ except ImportError:
 
 FAILURES = (HTTPError, OSError)  # what a request may raise, answered or not
 KEPT_S = 60.0  # that an answer holds for
-CONFIG, SUFFIX = "config.json", ".gguf"
+CONFIG, ADAPTER, SUFFIX = "config.json", "adapter_config.json", ".gguf"
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 
 
@@ -42,6 +42,8 @@ def check_named(options: Any) -> None:
         ask_hub(draft, "draft")
     for adapter in named_folders(getattr(options, "lora", None) or ()).values():
         ask_hub(adapter, "LoRA adapter")
+        if os.path.isdir(adapter) and not os.path.isfile(os.path.join(adapter, ADAPTER)):
+            raise UserError(f"folder {adapter!r} holds no {ADAPTER}; give that of a LoRA adapter")
     answers = getattr(options, "suffix_answers", None)
     if answers not in (None, demo.NAME) and not os.path.isdir(answers):
         raise UserError(f"there is no folder {answers!r}; check the path of the answers")

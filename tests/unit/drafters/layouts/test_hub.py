@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from huggingface_hub import constants
 
 from draftsmith.drafters.checkpoint import locate
 from draftsmith.drafters.layouts.gguf import model_folder
+from draftsmith.drafters.layouts.hub import check_named
 from draftsmith.drafters.target.device import load_target
 from draftsmith.drafters.target.load import load_tokenizer
 from draftsmith.errors import UserError
@@ -87,6 +89,8 @@ def test_what_can_only_be_a_path_is_not_asked_for(path: str, asked: list[str]) -
     for read in (*READERS, locate):
         with pytest.raises(UserError, match=r"there is no folder '.*nofolder.*'; check the path"):
             read(path)
+    with pytest.raises(UserError, match=r"holds no adapter_config.json; give that of a LoRA"):
+        check_named(SimpleNamespace(lora=[f"sql={Path(__file__).parent}"]))
     assert asked == []
 
 
