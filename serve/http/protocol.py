@@ -141,9 +141,7 @@ class Generation(FormatFields, AnswerFields):
                 raise ValueError(f"{reprlib.repr(key)} is no token id; name tokens by their ids")
             if type(bias) not in (int, float) or not -100 <= bias <= 100:
                 said = reprlib.repr(bias)
-                raise ValueError(
-                    f"the bias of token {key} is {said}; give a number from -100 to 100"
-                )
+                raise ValueError(f"the bias of token {key} is {said}; give one from -100 to 100")
         return value
 
     @model_validator(mode="after")
@@ -191,8 +189,6 @@ class Generation(FormatFields, AnswerFields):
         """Sampling parameters of the n choices, each of which draws from its own streams.
         `bad_words` are the tokens of the words asked for."""
         given = {name: getattr(self, name) for name in SAMPLED}
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            given[name] = None if given[name] is None else tuple(given[name])
         first = SamplingParams(
             **{name: value for name, value in given.items() if value is not None},
             top_k=max(self.top_k or 0, 0),

@@ -38,29 +38,46 @@ LIMITS = {
     "frequency_penalty": PENALTY,
 }
 WHOLE = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "k", "seed")
-OF_SEVERAL = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
+SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+# Of each field as `is_kind` takes it, and in words.
+KINDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(LIMITS, (Real, "a number")),
+    **dict.fromkeys(WHOLE, (Integral, "a whole number")),
+    **dict.fromkeys(SWITCHES, (bool, "True or False")),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), ([Integral], "a list of token ids")),
+    "stop": ([str], "a list of texts"),
+    "logit_bias": ([(Integral, Real)], "a list of pairs, each of a token id and its bias"),
+    "bad_words": ([[Integral]], "a list of words, each a list of token ids"),
+    "grammar": (Grammar, "a draftsmith.serve.sampling.grammar.Grammar"),
+    "logits_processors": ([Callable], "a list of functions"),
+}
 OF_SPECULATION = ("k", "draft_temperature")  # as requests name them
 
 
-def as_tuples(name: str, given: Any) -> tuple[Any, ...] | None:
+def tupled(given: Any) -> Any:
     """A list as a tuple, and lists in it too, as the checks compare."""
-    if given is None:
-        return None
-    if not isinstance(given, list | tuple):
-        raise UserError(f"{name} is {given!r}; give a list")
-    return tuple(tuple(one) if isinstance(one, list) else one for one in given)
+    return tuple(map(tupled, given)) if isinstance(given, list | tuple) else given
+
+
+def is_kind(value: Any, kind: Any) -> bool:
+    """True for a value of the type `kind`, for one of several in `[kind]`, for a row in a tuple."""
+    if isinstance(kind, type):
+        return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if not isinstance(value, tuple):
+        return False
+    if isinstance(kind, tuple):
+        return len(value) == len(kind) and all(map(is_kind, value, kind))
+    # One of each type: a list may hold a whole vocabulary.
+    some = {type(one): one for one in value}.values() if isinstance(kind[0], type) else value
+    return all(is_kind(one, kind[0]) for one in some)
 
 
 def check_limits(params: SamplingParams) -> None:
     given = [(name, getattr(params, name), limits) for name, limits in LIMITS.items()]
     given += [(f"logit_bias of token {token}", bias, BIAS) for token, bias in params.logit_bias]
     for name, value, limits in given:
-        is_number = isinstance(value, Real)
-        if value is not None and not (is_number and limits.hold(value)):
+        if value is not None and not limits.hold(value):
             raise UserError(f"{shown(name)} is {value!r}; it must be {limits}")
-    for name in WHOLE:
-        if not isinstance(value := getattr(params, name), Integral | None):
-            raise UserError(f"{shown(name)} is {value!r}; give a whole number")
     for name in ("temperature", "draft_temperature"):
         value = getattr(params, name)
         if value is not None and 0 < value < MIN_TEMPERATURE:
@@ -84,9 +101,7 @@ def check_adjustments(params: SamplingParams) -> None:
         raise UserError("allowed_token_ids is empty; name the tokens that may come or leave it out")
     _check_min_tokens(params)
     if params.grammar is not None and params.ignore_eos:
-        raise UserError(
-            "ignore_eos goes on behind the end that a grammar sets; leave one of them out"
-        )
+        raise UserError("ignore_eos goes on behind the end that a grammar sets; leave one out")
 
 
 def _check_min_tokens(params: SamplingParams) -> None:
@@ -119,7 +134,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int, eos_token_ids: Ite
 
 def _check_ids(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     for token in tokens:
-        if not (isinstance(token, Integral) and 0 <= token < vocab_size):
+        if not 0 <= token < vocab_size:
             raise UserError(
                 f"{name} names token {token}; the ids of this model are 0..{vocab_size - 1}"
             )
@@ -174,8 +189,11 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in OF_SEVERAL:
-            object.__setattr__(self, name, as_tuples(name, getattr(self, name)))
+        for name, (kind, words) in KINDS.items():
+            object.__setattr__(self, name, value := tupled(getattr(self, name)))
+            # A field may be left out as None only where that is its default.
+            if not (value is getattr(type(self), name) or is_kind(value, kind)):
+                raise UserError(f"{shown(name)} is {value!r}; give {words}")
         check_limits(self)
         if "" in self.stop:
             raise UserError("stop holds an empty string; give the text to stop at")
