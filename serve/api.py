@@ -48,6 +48,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 OF_SERVER = tuple(one.name for one in fields(HttpOptions))
 # Options that mean nothing beside a drafter that is loaded already.
 OF_SOURCE = ("draft_dtype", "draft_revision", "heterogeneous_vocab")
+OF_DRAFTER = (*ServingDrafter.__annotations__, "new_pool", "propose", "cached_after")
 
 
 class Engine:
@@ -177,6 +178,9 @@ class Engine:
     ) -> Stream:
         """Updates of one request as they come, by `for` or `async for`; closing the stream or
         leaving the loop early cancels the request."""
+        if not self._loop.healthy:
+            ended = "failed, and the log says why" if self._end.alive else "is closed"
+            raise UserError(f"this Engine {ended}; make another one")
         if not isinstance(params, SamplingParams | None):
             raise UserError(f"params are {reprlib.repr(params)}; give draftsmith.SamplingParams")
         parsed, *others = self._tokens(prompt)
@@ -232,7 +236,14 @@ def configured(
             f"option {needless[0]!r} is of the server alone; leave it out, or start draftsmith "
             "serve"
         )
-    named = draft if draft is None or isinstance(draft, str | Path) else draft.family
+    named: Any = draft
+    if draft is not None and not isinstance(draft, str | Path):
+        if lacking := [name for name in OF_DRAFTER if not hasattr(draft, name)]:
+            raise UserError(
+                f"draft is a {type(draft).__name__}, which lacks {lacking[0]!r}; add it, as "
+                "drafters/interface.py: ServingDrafter has it, or give the folder of a draft"
+            )
+        named = draft.family
     if named is not draft and (needless := sorted(options.keys() & set(OF_SOURCE))):
         raise UserError(
             f"option {needless[0]!r} says how a draft is loaded, and the {named} drafter given is "
@@ -316,7 +327,5 @@ class Stream:
     def _checked(self, update: Update) -> Update:
         self._done = update.finish_reason is not None
         if update.finish_reason is FinishReason.ERROR:
-            raise RuntimeError(
-                "the engine could not finish this request; see the log for the cause"
-            )
+            raise RuntimeError("the engine could not finish this request; the log says why")
         return update

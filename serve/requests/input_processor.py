@@ -87,7 +87,11 @@ class InputProcessor:
 
     def _check_adapter(self, name: str) -> None:
         if name and name not in self.adapters:
-            raise UserError(f"adapter {name!r} is not served here; give it with --lora NAME=FOLDER")
+            known = ", ".join(self.adapters) or "none"
+            raise UserError(
+                f"adapter {name!r} is not served here ({known}); make the Engine with "
+                f"lora=['{name}=FOLDER']"
+            )
 
     def _text_of(self, params: SamplingParams, shown: frozenset[int]) -> Tokenizer:
         if params.skip_special_tokens and not shown:
@@ -129,8 +133,7 @@ class InputProcessor:
         if not self.has_drafter:
             if params.k:
                 raise UserError(
-                    f"speculation.k is {params.k} but this server has no drafter; give 0 or leave "
-                    "it out"
+                    f"speculation.k is {params.k} but nothing drafts here; give 0 or leave it out"
                 )
             return 0
         return self.k if params.k is None else params.k

@@ -69,9 +69,8 @@ def test_each_prompt_may_have_its_own_params(engine: Engine) -> None:
 def test_updates_stream_and_add_up(engine: Engine) -> None:
     stream = engine.stream("import os", GREEDY)
     updates = list(stream)
-    assert (
-        "".join(update.text for update in updates) == engine.generate("import os", GREEDY)[0].text
-    )
+    (whole,) = engine.generate("import os", GREEDY)
+    assert "".join(update.text for update in updates) == whole.text
     assert [update.finish_reason for update in updates][-1] is FinishReason.LENGTH
     assert stream.result().tokens == [token for update in updates for token in update.tokens]
 
@@ -154,6 +153,10 @@ def test_an_engine_and_its_answers_can_be_read(engine: Engine) -> None:
     assert repr(plain).endswith("2 tokens)")
 
 
+class Own:
+    family, taps = "own", ()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -163,6 +166,7 @@ def test_an_engine_and_its_answers_can_be_read(engine: Engine) -> None:
         ({"port": 8001}, "option 'port' is of the server alone; leave it out"),
         ({"draft_dtype": "float32"}, "draft_dtype is given without a draft"),
         ({"draft": Suffix(), "draft_revision": "v2"}, "and the suffix drafter given is loaded"),
+        ({"draft": Own()}, "draft is a Own, which lacks 'new_pool'; add it, as drafters/interface"),
     ],
 )
 def test_options_are_those_of_serve(options: dict[str, Any], words: str) -> None:
@@ -174,6 +178,8 @@ def test_drafts_from_text_and_auto_k_come_by_their_options(target_folder: str) -
     with Engine(target_folder, suffix=True, k="auto", compile="off") as engine:
         assert repr(engine).endswith("suffix draft, k=auto>")
     assert repr(engine).endswith("closed>")
+    with pytest.raises(UserError, match="this Engine is closed; make another one"):
+        engine.generate("x")
 
 
 def test_weights_that_are_no_numbers_are_refused(target_folder: str, tmp_path: Path) -> None:
