@@ -162,9 +162,7 @@ class LearnConfig:
         "muon trains the matrices inside the draft by Muon and all else by AdamW, as in train",
         choices=("adamw", "muon"),
     )
-    lr: float = option(
-        5e-4, "learning rate, constant after the first warm-up steps", limits=POSITIVE
-    )
+    lr: float = option(5e-4, "learning rate, constant after a few warm-up steps", limits=POSITIVE)
     warmup_steps: int = option(10, "steps over which the learning rate rises", limits=NOT_NEGATIVE)
     batch: int = option(8, "sequences per step", limits=AT_LEAST_1)
     steps: int = option(8, "optimizer steps per update", limits=AT_LEAST_1)

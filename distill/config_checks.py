@@ -21,9 +21,7 @@ def check_generate(config: GenerateOptions) -> None:
             "it out"
         )
     if config.url is not None and config.keep_answers:
-        raise UserError(
-            "--url and --keep-answers both say where answers come from; give one of them"
-        )
+        raise UserError("--url and --keep-answers both say where answers come from; give one")
     if config.keep_answers and (config.thinking == "both" or len(config.temperatures) > 1):
         raise UserError(
             "--thinking both and several --temperature are spread over answers to be written, and "

@@ -45,9 +45,7 @@ def check_draft_options(pair: Pair, *, other_draft: bool = False) -> None:
     """Refuses what is said of a draft where there is none. `other_draft`: weights come from
     elsewhere than `draft`."""
     if pair.draft_dtype not in DTYPES:
-        raise UserError(
-            f"draft_dtype is {pair.draft_dtype!r}; it must be one of {', '.join(DTYPES)}"
-        )
+        raise UserError(f"draft_dtype is {pair.draft_dtype!r}; give one of {', '.join(DTYPES)}")
     given = {
         "draft_revision": pair.draft_revision is not None,
         "heterogeneous_vocab": pair.heterogeneous_vocab,
@@ -84,9 +82,7 @@ def named_folders(entries: Sequence[str]) -> dict[str, str]:
     for entry in entries:
         name, separator, folder = entry.partition("=")
         if not (separator and name.strip() and folder.strip()):
-            raise UserError(
-                f"lora is {entry!r}; give NAME=FOLDER, for example sql=runs/sql-adapter"
-            )
+            raise UserError(f"lora is {entry!r}; give NAME=FOLDER, such as sql=runs/sql-adapter")
         if name in found:
             raise UserError(f"lora names {name!r} twice; give each adapter a name of its own")
         found[name] = folder

@@ -149,9 +149,7 @@ def parse_tree(text: str) -> TreeShape:
     greedy, sampled = _parse_one(first, text), _parse_one(second, text)
     if isinstance(greedy, DynamicTree) and isinstance(sampled, SampledTree):
         return SampledShape(greedy=greedy, sampled=sampled)
-    raise UserError(
-        f"tree is {text!r}; the first of two trees must be dynamic and the second sampled"
-    )
+    raise UserError(f"tree is {text!r}; of two trees the first must be dynamic, the second sampled")
 
 
 def _parse_one(text: str, whole: str) -> DynamicTree | SampledTree:

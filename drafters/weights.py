@@ -183,9 +183,7 @@ def write_weights(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Each file whole; tensors that share memory are written apart."""
-    detached = {
-        name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()
-    }
+    detached = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
     check_finite(detached, "the draft to be saved")
     folder.mkdir(parents=True, exist_ok=True)
     with files.atomic_path(folder / WEIGHTS) as temporary:

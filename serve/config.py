@@ -171,9 +171,7 @@ class LearningOptions:
     versions: str | None = option(
         None, "a folder of draft versions to follow; new ones are swapped in between rounds"
     )
-    poll_s: float = option(
-        1.0, "seconds between two looks into the versions folder", limits=SECONDS
-    )
+    poll_s: float = option(1.0, "seconds between looks into the versions folder", limits=SECONDS)
     learn: str | None = option(None, "a buffer folder or URL that records rounds for learning")
     engine_name: str | None = option(
         None, "name of this server in records, for a buffer of several; default: HOST NAME:PORT"

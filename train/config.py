@@ -134,9 +134,7 @@ class TrainConfig:
         "mass",
         limits=Limits(0, 1024, "[]"),
     )
-    resume: bool = option(
-        True, "go on from the newest checkpoint of --out; --no-resume starts over"
-    )
+    resume: bool = option(True, "go on from --out's newest checkpoint; --no-resume starts over")
     log_every: int = option(10, "steps between two lines of metrics.jsonl", limits=POSITIVE)
     save_every: int = option(
         200, "steps between two checkpoints, rounded up to a multiple of log_every", limits=POSITIVE
@@ -152,17 +150,13 @@ class TrainConfig:
         "held-out prompts decoded by an evaluation; with 0 none is made and the last draft is kept",
         limits=NOT_NEGATIVE,
     )
-    eval_tokens: int = option(
-        64, "tokens written to each of them, at T=0 and at T=1", limits=POSITIVE
-    )
+    eval_tokens: int = option(64, "tokens written to each of them, at T=0 and T=1", limits=POSITIVE)
     report_to: tuple[str, ...] = option(
         (), "trackers beside metrics.jsonl, as transformers names them: tensorboard, wandb, ..."
     )
     trust_remote_code: bool = option(False, TRUST_HELP)
 
-    draft: DraftOptions | None = option(
-        None, "a new draft of the family: its layers, taps and tables"
-    )
+    draft: DraftOptions | None = option(None, "a new draft of the family: layers, taps and tables")
     optim: OptimConfig = option(help="optimizer and schedule", factory=OptimConfig)
     divergence: str = option("forward-kl", DIVERGENCE_HELP)
     unroll: UnrollConfig = option(help="training-time unrolling", factory=UnrollConfig)
@@ -202,13 +196,9 @@ class EvalConfig(SuiteOptions):
     )
     seed: int = option(0, "seed of sampled answers and of the bootstrap", limits=NOT_NEGATIVE)
     batch_size: int = option(8, "sequences in one forward pass", limits=AT_LEAST_1)
-    max_length: int = option(
-        2048, "longer sequences are cut to this many tokens", limits=AT_LEAST_1
-    )
+    max_length: int = option(2048, "longer sequences are cut to so many tokens", limits=AT_LEAST_1)
     dtype: str = option("auto", "of the target's weights, as served", choices=DTYPES)
-    out: str | None = option(
-        None, "write the figures to this JSON file, and a page beside it (.html)"
-    )
+    out: str | None = option(None, "write the figures to this JSON file, a page beside it (.html)")
     store: bool = option(
         False, "write the figures into the draft's draftsmith.json, from where `export` takes them"
     )

@@ -78,9 +78,7 @@ class Redactor:
         except Exception:
             # The hook is foreign code, which may raise anything.
             if self.failed == 0:
-                logger.exception(
-                    "the redaction hook failed; the records of such requests are dropped"
-                )
+                logger.exception("the redaction hook failed; records of such requests are dropped")
             self.failed += 1
             return []
 

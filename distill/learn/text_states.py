@@ -140,9 +140,7 @@ class TargetFolder:
             return self.target
         named = path.read_text(encoding="utf-8").strip()
         if not named:
-            raise UserError(
-                f"target {self.target!r} is an empty file; write a folder's name into it"
-            )
+            raise UserError(f"target {self.target!r} is an empty file; write a folder's name in it")
         return str(path.parent / named)
 
     def _weight_version(self) -> str:

@@ -227,9 +227,7 @@ class Eagle3(FeatureHead):
         )
         if drafter.d2t is None:
             # Some trainers write the map of a full vocabulary too.
-            tensors = {
-                name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")
-            }
+            tensors = {key: tensor for key, tensor in tensors.items() if key not in ("d2t", "t2d")}
         elif "d2t" in tensors:
             check_map(tensors["d2t"], vocab_size, target.vocab_size, folder)
             ids = torch.arange(vocab_size) + tensors["d2t"]

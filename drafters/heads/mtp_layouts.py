@@ -190,9 +190,7 @@ def module_tensors(
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 - not a dict
             tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     if needed not in tensors:
-        raise UserError(
-            f"{str(folder)!r} holds no {prefix}{needed}; give a target with an MTP module"
-        )
+        raise UserError(f"{str(folder)!r} holds no {prefix}{needed}; give one with an MTP module")
     tensors = dequantised(tensors, str(folder), block_of(config))
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.element_size() == 1:

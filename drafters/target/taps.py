@@ -25,9 +25,7 @@ def body_name(model: PreTrainedModel) -> str:
     named = (model.base_model_prefix, "model", "transformer")
     found = next((name for name in named if name in model._modules), None)
     if found is None:
-        raise UserError(
-            f"{type(model).__name__} has no body apart from its head; use another model"
-        )
+        raise UserError(f"{type(model).__name__} has no body beside its head; use another model")
     return found
 
 

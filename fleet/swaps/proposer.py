@@ -38,9 +38,7 @@ class SwappedProposer:
         self.config = worker.vllm_config
         model = getattr(self.runner, "get_draft_model", lambda: None)()
         if not isinstance(model, torch.nn.Module):
-            raise NotSwappable(
-                "this engine has no draft module; start it with a speculative config"
-            )
+            raise NotSwappable("this engine has no draft; start it with a speculative config")
         self.model: torch.nn.Module = model
         self.kind = kind_of(self.runner)
         target = self.runner.get_model()

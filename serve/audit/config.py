@@ -38,9 +38,7 @@ class AuditConfig(SuiteOptions):
         "a server of the same model without speculation, to compare with and to take "
         "distributions from",
     )
-    compare_model: str | None = option(
-        None, "model name there; default: the first one that it lists"
-    )
+    compare_model: str | None = option(None, "model name there; default: the first that it lists")
     api_key: str | None = option(None, API_KEY_HELP)
     target: str | None = option(
         None,
@@ -67,15 +65,11 @@ class AuditConfig(SuiteOptions):
         "total variation of a bias that must be detectable at every drafted depth, else no verdict",
         limits=INSIDE,
     )
-    temperature: float = option(
-        1.0, "of the samples; 0 audits greedy text alone", limits=NOT_NEGATIVE
-    )
+    temperature: float = option(1.0, "of samples; 0 audits greedy text alone", limits=NOT_NEGATIVE)
     top_k: int = option(0, "of the samples", limits=NOT_NEGATIVE)
     top_p: float = option(1.0, "of the samples", limits=PART)
     min_p: float = option(0.0, "of the samples", limits=SHARE)
-    greedy_tokens: int = option(
-        32, "tokens of each context's greedy continuation", limits=AT_LEAST_1
-    )
+    greedy_tokens: int = option(32, "tokens of a context's greedy continuation", limits=AT_LEAST_1)
     margin: float = option(
         0.5,  # two steps of bfloat16 at logits of 32 to 64; on a CPU swaps up to 0.25 were seen
         "a greedy divergence at a smaller top-2 logprob margin counts as numerical noise",
@@ -96,9 +90,7 @@ class AuditConfig(SuiteOptions):
     false_alarm: float = option(
         1e-9, "chance that a lossless system fails any test, all tests together", limits=INSIDE
     )
-    seed: int = option(
-        0, "of the audit's own draws and of the sampled requests", limits=NOT_NEGATIVE
-    )
+    seed: int = option(0, "of the audit's own draws and of sampled requests", limits=NOT_NEGATIVE)
     out: str | None = option(None, "write the report here as JSON")
 
 

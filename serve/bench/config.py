@@ -80,9 +80,7 @@ class BenchConfig(SuiteOptions, NumDrafted, ServedPair):
         "of the built-in prompts and of the times between requests; sent with no request",
         limits=NOT_NEGATIVE,
     )
-    out: str | None = option(
-        None, "write the figures here as JSON, and as a page beside it (.html)"
-    )
+    out: str | None = option(None, "write the figures here as JSON, a page beside it (.html)")
     timeout_s: float = option(
         600.0, "most seconds for the server's start, and for one answer", limits=SECONDS
     )

@@ -123,9 +123,7 @@ class ResponsesRequest(AnswerFields):
     @classmethod
     def _is_not_stored(cls, value: Any) -> Any:
         if value is not None:
-            raise ValueError(
-                "this server stores no responses; send the whole conversation as input"
-            )
+            raise ValueError("this server stores no responses; send the whole chat as input")
         return value
 
 

@@ -163,9 +163,7 @@ def plain_text(content: Any) -> str:
     parts = [{"text": part} if isinstance(part, str) else part for part in content]
     for part in parts:
         if part.get("type") not in (None, "text") or not isinstance(part.get("text"), str):
-            raise ValueError(
-                f"it holds a part of type {part.get('type')!r}, and only text is served"
-            )
+            raise ValueError(f"it holds a part of type {part.get('type')!r}; only text is served")
     return "".join(part["text"] for part in parts)
 
 

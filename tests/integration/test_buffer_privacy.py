@@ -40,9 +40,7 @@ def test_a_client_has_all_choices_of_its_answer_forgotten(
     )
 
     def stored() -> list[str]:
-        return [
-            record.request for record in BufferReader(str(tmp_path)).read().records if record.last
-        ]
+        return [one.request for one in BufferReader(str(tmp_path)).read().records if one.last]
 
     wait_until(lambda: len(stored()) >= 4)
     path = f"/v1/learn/{first['id']}"

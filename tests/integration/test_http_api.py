@@ -168,9 +168,7 @@ def test_echo_with_logprobs_judges_the_prompt(server: Any, target: Target) -> No
         assert "".join(told["tokens"][: len(ids)]) == PROMPT
         assert told["text_offset"][1] == len(told["tokens"][0])
     chunks = server.events("/v1/completions", prompt=PROMPT, **asked)
-    joined = [
-        value for chunk in chunks for value in chunk["choices"][0]["logprobs"]["token_logprobs"]
-    ]
+    joined = [value for one in chunks for value in one["choices"][0]["logprobs"]["token_logprobs"]]
     assert joined[1:] == pytest.approx(told["token_logprobs"][1:], abs=1e-4)
 
 

@@ -140,7 +140,7 @@ def test_the_table_is_what_pyproject_declares() -> None:
             re.findall(r'"([A-Za-z0-9-]+)[>=]', re.findall(rf"(?ms)^{extra} = \[(.*?)\]$", text)[0])
         )
         known = {
-            name.replace("_", "-") for name in (*NEEDED.get(extra, ()), *OPTIONAL.get(extra, ()))
+            one.replace("_", "-") for one in (*NEEDED.get(extra, ()), *OPTIONAL.get(extra, ()))
         }
         # starlette and pydantic come with fastapi; httptools and uvloop are uvicorn's to find.
         assert known - {"starlette", "pydantic"} == declared - {"httptools", "uvloop"}

@@ -46,9 +46,7 @@ BASE = ROOT / "src" / "draftsmith"
 COMMAND_LINE = BASE / "commands"
 PROMPTS = BASE / "prompts"
 TESTS = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
-BASE_FILES = sorted(
-    path for folder in (BASE, COMMAND_LINE, PROMPTS) for path in folder.glob("*.py")
-)
+BASE_FILES = sorted(one for folder in (BASE, COMMAND_LINE, PROMPTS) for one in folder.glob("*.py"))
 TORCH_FREE = (
     "kernels/constants.py",
     "drafters/options.py",
@@ -110,9 +108,7 @@ def test_base_modules_import_no_code_folder() -> None:
     for path in BASE_FILES:
         if path.parent == COMMAND_LINE or (path.parent == BASE and path.stem in ABOVE):
             continue
-        names = [
-            name for name in imported_modules(path.read_text()) if name.startswith("draftsmith.")
-        ]
+        names = [one for one in imported_modules(path.read_text()) if one.startswith("draftsmith.")]
         assert not [name for name in names if name.split(".")[1] in (*BELOW, *ABOVE)], path.name
 
 
@@ -274,9 +270,7 @@ for module in {modules!r}:
 def test_only_what_a_gpu_runs_needs_triton() -> None:
     """Triton is required on Linux alone."""
     names = [".".join(("draftsmith", *parts)) for parts in modules(*CODE_FOLDERS)]
-    on_gpus = {
-        name for name in names if name.endswith("_triton") or name.endswith(".device_rewrite")
-    }
+    on_gpus = {one for one in names if one.endswith(("_triton", ".device_rewrite"))}
     code = f"""
 import importlib, sys
 sys.modules["triton"] = None

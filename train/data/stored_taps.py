@@ -98,9 +98,7 @@ class TapWriter:
             handle.flush()
             os.posix_fallocate(handle.fileno(), 0, 8 + len(header) + offset)
         memory = np.memmap(path, np.uint8, "r+", offset=8 + len(header))
-        self._parts = {
-            name: memory[slice(*entry["data_offsets"])] for name, entry in entries.items()
-        }
+        self._parts = {key: memory[slice(*entry["data_offsets"])] for key, entry in entries.items()}
         self._store("ends", 0, torch.from_numpy(self.ends))
 
     def put(self, row: int, taps: torch.Tensor, final: torch.Tensor) -> None:

@@ -142,9 +142,7 @@ def is_hub_id(name: str) -> bool:
 
 def evaluations(metadata: dict[str, Any]) -> list[dict[str, Any]]:
     """The recorded evaluations, one a temperature."""
-    return sorted(
-        metadata.get("evaluation") or [], key=lambda evaluation: evaluation["temperature"]
-    )
+    return sorted(metadata.get("evaluation") or [], key=lambda one: one["temperature"])
 
 
 def measured(found: list[dict[str, Any]], folder: Path) -> str:

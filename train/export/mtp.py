@@ -264,9 +264,7 @@ def zero_biases(
 ) -> dict[str, torch.Tensor]:
     """The q, k and v biases that a Qwen2 block has and this target or module lacks."""
     weights = {name: shape for name, shape in target_shapes.items() if ".self_attn." in name}
-    weights |= {
-        name: tuple(tensor.shape) for name, tensor in module.items() if ".self_attn." in name
-    }
+    weights |= {key: tuple(tensor.shape) for key, tensor in module.items() if ".self_attn." in key}
     dtype = next(iter(module.values())).dtype
     biases = {}
     for name, shape in weights.items():

@@ -111,9 +111,7 @@ def check_eagle3(source: ExportSource) -> None:
 
 def check_block(source: ExportSource) -> None:
     if found := [name for name in OWN_TABLES if name in source.drafter.state_dict()]:
-        raise UserError(
-            f"weight {found[0]!r} has no place in the {source.family} layout; remove it"
-        )
+        raise UserError(f"weight {found[0]!r} has no place in layout {source.family}; remove it")
     check_layer(source)
     check_taps(source)
 

@@ -56,6 +56,4 @@ def check_out(config: ExportConfig) -> None:
     occupied = out.is_file() or (out.is_dir() and any(out.iterdir()))
     record = out / RECORD
     if occupied and not (record.is_file() and "export" in read_json(record, "draft record")):
-        raise UserError(
-            f"--out {str(out)!r} exists and is not an earlier export; give another folder"
-        )
+        raise UserError(f"--out {str(out)!r} exists and is no earlier export; give another folder")

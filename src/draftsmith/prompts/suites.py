@@ -44,9 +44,7 @@ class SuiteOptions:
         f"the user's cache (or found in the folder that {FOLDER} names), or a file of rows with "
         "`turns`, a `question` or a conversation, and a `category`",
     )
-    suite_share: float = option(
-        1.0, "part of each task's prompts: 0.2 takes every fifth", limits=PART
-    )
+    suite_share: float = option(1.0, "part of a task's prompts: 0.2 takes every fifth", limits=PART)
 
 
 class Question(NamedTuple):

@@ -87,9 +87,7 @@ def test_whether_a_draft_is_offered_is_known_before_it_is_drawn(drafter, target)
 
 def test_no_guess_no_end(drafter, target):
     assert (propose(drafter, target, 1.0).lengths == 0).all()
-    state = {
-        name: tensor for name, tensor in drafter.state_dict().items() if "confidence" not in name
-    }
+    state = {key: tensor for key, tensor in drafter.state_dict().items() if "confidence" not in key}
     plain = Dspark(drafter.config, target, drafter.taps, drafter.shape._replace(confidence=""))
     plain.to(torch.float64).load_state_dict(state)
     assert (propose(plain, target, 1.0).lengths == K).all()

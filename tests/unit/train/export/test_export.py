@@ -76,13 +76,13 @@ def test_an_earlier_export_is_replaced_and_nothing_else(
     for name in ("mine", "other-draft"):
         (draft.parent / name).mkdir()
     (draft.parent / "mine" / "notes.txt").write_text("x")
-    assert "is not an earlier export" in refusal(draft, out="mine")
+    assert "is no earlier export" in refusal(draft, out="mine")
     assert (draft.parent / "mine" / "notes.txt").is_file()
     assert "is where the export is read from" in refusal(draft, out="draft")
     said = "the speculators library does not draft with draft-lm; export this draft --to vllm or "
     assert said + "sglang or hf" in refusal(draft, to="speculators")
     set_record(draft.parent / "other-draft", family="eagle3", target={"name": "x"})
-    assert "is not an earlier export" in refusal(draft, out="other-draft")
+    assert "is no earlier export" in refusal(draft, out="other-draft")
 
 
 def test_bad_input_is_one_sentence(draft: Path, tmp_path: Path, tiny_target: Any) -> None:
