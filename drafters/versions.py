@@ -42,9 +42,7 @@ def versions(root: str | Path) -> list[int]:
     if not root.is_dir():
         return []
     found = [FOLDER.fullmatch(entry.name) for entry in root.iterdir()]
-    return sorted(
-        int(match[1]) for match in found if match and (root / match[0] / MANIFEST).is_file()
-    )
+    return sorted(int(one[1]) for one in found if one and (root / one[0] / MANIFEST).is_file())
 
 
 def latest(root: str | Path) -> int | None:

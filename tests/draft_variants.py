@@ -90,9 +90,7 @@ def sharded_eagle3(target: Target) -> Made:
         tensors = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").unlink()
         names = sorted(tensors)
-        files = {
-            name: f"model-{1 + at % 2:05}-of-00002.safetensors" for at, name in enumerate(names)
-        }
+        files = {key: f"model-{1 + at % 2:05}-of-00002.safetensors" for at, key in enumerate(names)}
         for file in {*files.values()}:
             save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
         index = {"metadata": {}, "weight_map": files}

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from draftsmith.config import build, check_limits, merge, read_yaml
+from draftsmith.config import build, check_limits, merge, read_yaml, shipped
 from draftsmith.drafters.config import check_offload, check_shares
 from draftsmith.drafters.options import DrafterOptions, MedusaOptions, MtpOptions, options_of
 from draftsmith.errors import UserError
@@ -256,7 +256,7 @@ def deepspeed_config(path: str | None) -> dict | None:
     """The JSON at `path`; read here so that a wrong path is one sentence."""
     if path is None:
         return None
-    config = read_json(path, "DeepSpeed config")
+    config = read_json(shipped(path), "DeepSpeed config")
     if "zero_optimization" not in config:
         raise UserError(
             f"DeepSpeed config {path!r} has no 'zero_optimization' section; start from "

@@ -206,9 +206,7 @@ class BufferWriter(RecordSink):
 
     def _prepare(self, taken: int) -> FlushBatch:
         records = [self._queue[index] for index in range(taken)]
-        records = [
-            record for record in records if not is_forgotten(record.request, self._forgotten)
-        ]
+        records = [one for one in records if not is_forgotten(one.request, self._forgotten)]
         for screen in self.screens:
             records = [ready for record in records for ready in screen(record)]
         table, kept = tabulate(records)

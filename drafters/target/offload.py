@@ -69,6 +69,4 @@ def converts(layers: Iterable[torch.nn.Module], model: PreTrainedModel) -> bool:
     ]
     own = {id(one) for layer in layers for one in layer.parameters()}
     named = model.named_parameters(remove_duplicate=False)
-    return any(
-        pattern.search(name) for name, one in named if id(one) in own for pattern in patterns
-    )
+    return any(pattern.search(key) for key, one in named if id(one) in own for pattern in patterns)

@@ -142,8 +142,14 @@ def dotted_names(cls: type, prefix: str = "") -> list[str]:
     return names
 
 
+def shipped(path: str | Path) -> Path:
+    """The file at `path`, or else the one that this package brings: `recipes/eagle3-8b.yaml`."""
+    own = Path(__file__).parent / path
+    return own if str(path).startswith("recipes/") and not Path(path).exists() else Path(path)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    path = Path(path)
+    path = shipped(path)
     if not path.is_file():
         raise UserError(f"recipe {str(path)!r} does not exist; give the path of a YAML file")
     try:

@@ -104,6 +104,10 @@ def test_the_source_distribution_holds_files_and_builds_the_same_wheel(
     assert again == files_of(wheel)
     assert "draftsmith/serve/metrics/dashboard.html" in again and "draftsmith/py.typed" in again
     assert "draftsmith/kernels/attention/paged_cpu.cpp" in again
+    assert {
+        "draftsmith/recipes/zero2.json",
+        "draftsmith/recipes/pipelines/osd.yaml",
+    } <= again.keys()
 
 
 class Installed(NamedTuple):

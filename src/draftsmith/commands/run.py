@@ -28,6 +28,7 @@ from draftsmith.config import (
     option,
     parse_override,
     read_yaml,
+    shipped,
     unknown_key,
 )
 from draftsmith.errors import UserError, check_extra
@@ -156,7 +157,7 @@ def read_stages(path: Path, changes: Sequence[str], out: Path) -> list[Stage]:
     stages: list[Stage] = []
     for one in recipe.stages:
         try:
-            base = {} if one.recipe is None else read_yaml(path.parent / one.recipe)
+            base = {} if one.recipe is None else read_yaml(shipped(path).parent / one.recipe)
             stages.append(checked(one, merge(base, own[one.name]), settings, stages, out))
         except UserError as error:
             raise UserError(f"stage {one.name!r} ({one.command}): {error}") from error

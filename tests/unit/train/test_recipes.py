@@ -28,8 +28,12 @@ def config_of(recipe: Path, **changes: object) -> TrainConfig:
     return build(TrainConfig, merge(read_yaml(recipe), required | changes))
 
 
-def test_there_is_a_recipe_for_every_family():
+def test_there_is_a_recipe_for_every_family_which_the_package_brings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert {family_of(recipe) for recipe in RECIPES.glob("*.yaml")} == set(FAMILIES)
+    for recipe in RECIPES.glob("*.yaml"):
+        assert read_yaml(f"recipes/{recipe.name}") == read_yaml(recipe)
+    assert resolve.zero_stage("recipes/zero2.json") == 2
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda recipe: recipe.stem)
@@ -49,12 +53,8 @@ def test_zero_recipes_leave_the_numbers_to_the_command_line(stage):
     assert resolve.zero_stage(str(path)) == stage
     config = resolve.deepspeed_config(str(path))
     assert config["optimizer"]["params"]["torch_adam"] is True
-    for name in (
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-    ):
-        assert config[name] == "auto"
+    assert config["train_micro_batch_size_per_gpu"] == config["gradient_clipping"] == "auto"
+    assert config["gradient_accumulation_steps"] == "auto"
 
 
 def test_a_deepspeed_file_without_zero_is_refused(tmp_path):

@@ -47,9 +47,7 @@ def pair(request, tiny_target):
 
 def texts(target: Target) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        torch.randint(3, target.vocab_size, (length,), generator=generator) for length in LENGTHS
-    ]
+    return [torch.randint(3, target.vocab_size, (size,), generator=generator) for size in LENGTHS]
 
 
 @torch.no_grad()
