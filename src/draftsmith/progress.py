@@ -150,6 +150,7 @@ class Progress:
     as tqdm takes it."""
 
     opened: ClassVar[WeakSet[Progress]] = WeakSet()
+    shown_s: ClassVar[float] = 0.0  # when one was shown again
 
     def __init__(
         self, label: str, total: int, *, unit: str, start: int = 0, shows: bool = True, **bar: Any
@@ -184,22 +185,20 @@ class Progress:
 
 def watch() -> None:
     """Shows the newest bar again while its step takes long: the work is seen to go on."""
-    shown_s = 0.0
     while Progress.opened:
         time.sleep(SILENT_S / 8)
         with suppress(RuntimeError):  # one was opened or left just now
-            shown_s = _last_shown(shown_s)
+            _show_again()
 
 
-def _last_shown(shown_s: float) -> float:
+def _show_again() -> None:
     bars = [one._bar for one in Progress.opened if not one._bar.disable]
-    shown_s = max([shown_s, *(bar.last_print_t for bar in bars)])
-    if not bars or time.time() - shown_s <= SILENT_S:
-        return shown_s
-    newest = max(bars, key=lambda bar: bar.start_t)
-    newest.refresh()
-    newest.delay = 0  # nor does its end go unseen
-    return time.time()
+    shown_s = max([Progress.shown_s, *(bar.last_print_t for bar in bars)])
+    if bars and time.time() - shown_s > SILENT_S:
+        Progress.shown_s = time.time()  # the thread of an earlier bar may watch still
+        newest = max(bars, key=lambda bar: bar.start_t)
+        newest.refresh()
+        newest.delay = 0  # nor does its end go unseen
 
 
 say_once = cache(say)

@@ -279,9 +279,7 @@ def alone(
         )
     elif cell.mode != "block":  # which `speculate` does not have
         texts = speculated(cell, target, drafter, temperature)
-        assert [prompt + own for prompt, own in zip(PROMPTS, found)] == [
-            text.tokens for text in texts
-        ]
+        assert [one + own for one, own in zip(PROMPTS, found)] == [text.tokens for text in texts]
         for text, request in zip(texts, requests):
             rounds = [one for one in text.rounds if one.drafted]
             told = request.speculation

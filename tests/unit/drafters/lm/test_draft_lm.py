@@ -103,9 +103,7 @@ def test_adapters_train_alone_and_merge_exactly(target, tiny_target, tmp_path):
     torch.testing.assert_close(
         logits(checkpoint.load(tmp_path, target), IDS), adapted, atol=1e-4, rtol=1e-4
     )
-    torch.testing.assert_close(
-        logits(drafter, IDS), adapted, msg="saving must not change the draft"
-    )
+    torch.testing.assert_close(logits(drafter, IDS), adapted, msg="saving changed the draft")
 
 
 def test_adapters_need_a_model(target):
