@@ -133,7 +133,7 @@ class InputProcessor:
         if not self.has_drafter:
             if params.k:
                 raise UserError(
-                    f"speculation.k is {params.k} but nothing drafts here; give 0 or leave it out"
+                    f"speculation.k is {params.k} but no drafter is loaded; give 0 or leave it out"
                 )
             return 0
         return self.k if params.k is None else params.k

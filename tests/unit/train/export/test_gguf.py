@@ -19,7 +19,7 @@ from draftsmith.drafters.weights import read_weights
 from draftsmith.errors import UserError
 from draftsmith.files import read_json, write_json
 from draftsmith.train.config import ExportConfig
-from draftsmith.train.export.command import run
+from draftsmith.train.export.start import run
 
 pytest.importorskip("gguf", reason="the extra [gguf] is not installed")
 
