@@ -117,25 +117,11 @@ class CompiledContext(GatheredContext):
             pointers = key.data_ptr(), value.data_ptr()
             strides = key.stride(1), key.stride(2), value.stride(1), value.stride(2)
         done = kernel(query.dtype)(
-            query.data_ptr(),
-            *pointers,
-            keys.data_ptr(),
-            values.data_ptr(),
-            out.data_ptr(),
-            ctypes.byref(rows),
-            longest,
-            heads,
-            kv_heads,
-            key_dim,
-            value_dim,
-            query.stride(1),
-            query.stride(2),
-            *strides,
-            size_of(rule.window),
-            isinstance(rule.window, Chunk),
-            rule.scaling,
-            torch.get_num_threads(),
-        )
+            query.data_ptr(), *pointers, keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+            ctypes.byref(rows), longest, heads, kv_heads, key_dim, value_dim, query.stride(1),
+            query.stride(2), *strides, size_of(rule.window), isinstance(rule.window, Chunk),
+            rule.scaling, torch.get_num_threads(),
+        )  # fmt: skip
         if not done:
             raise IndexError("a token of the pass lies behind the blocks of its row")
         for part in self._parts_of(rule.window, longest) if leaves else ():

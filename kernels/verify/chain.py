@@ -205,19 +205,8 @@ def compiled_verdicts(
     verdicts = torch.empty(num_rows, columns, dtype=torch.int64)
     seeds, positions = seeds.contiguous(), positions.contiguous()
     kernel(
-        *rows_of(logits, rows),
-        tokens,
-        lengths,
-        sizes,
-        q_logits,
-        address_of(parents),
-        num_drafting,
-        num_draft,
-        seeds.data_ptr(),
-        positions.data_ptr(),
-        verdicts.data_ptr(),
-        num_rows,
-        logits.shape[-1],
-        torch.get_num_threads(),
-    )
+        *rows_of(logits, rows), tokens, lengths, sizes, q_logits, address_of(parents),
+        num_drafting, num_draft, seeds.data_ptr(), positions.data_ptr(), verdicts.data_ptr(),
+        num_rows, logits.shape[-1], torch.get_num_threads(),
+    )  # fmt: skip
     return verdicts
