@@ -60,12 +60,15 @@ class Mirror:
         self.root, self.store, self.writer = Path(root), store, writer
         self.keep, self.event = keep, event
         self.damage = ""  # of the live version, until it is mended or another one is live
+        self.is_its_store = False  # not looked at yet
 
     def step(self) -> bool:
         """Publishes what became live since the last step; False where nothing did.
 
         Raises `StoreError` or `OSError` for what another step may get over, and `UserError` for
         what it cannot."""
+        if not self.is_its_store:
+            self._refuse_others()
         found = self._to_publish()
         if found is None:
             return False
@@ -80,6 +83,16 @@ class Mirror:
         for version in prune(self.store, self.root, keep=self.keep):
             self.event(f"version {version} is deleted from the store")
         return True
+
+    def _refuse_others(self) -> None:
+        """Raises where the store has versions of another folder: whose numbers are here, too."""
+        for version in {*versions.versions(self.root)} & {*self.store.versions()}:
+            try:
+                own = versions.read_manifest(self.root, version)
+            except UserError:  # said where the version is needed
+                continue
+            found_in(self.store, version, own)
+        self.is_its_store = True
 
     def _to_publish(self) -> tuple[int, Path] | None:
         """The learner's live version and its folder, where it is another one than the last."""
