@@ -333,6 +333,7 @@ def run(config: FleetConfig, stop: threading.Event | None = None) -> int:
         await_learner(root, config, stop)
         if not stop.is_set():
             with folder_lock(root, "publisher", option="versions"):
+                say(f"what {config.versions!r} makes live goes to {config.to!r}")
                 loop(mirror.step, config, stop)
     if config.once and mirror.damage:
         raise UserError(mirror.damage)

@@ -51,7 +51,7 @@ def store(tmp_path: Path, run: Run) -> VersionStore:
         learn(root)
         code, out, err = run("publish", "--versions", root, "--to", url, "--once")
         assert code == 0, err
-    assert out.endswith("fleet: version 2 is live for all engines\n")
+    assert out.startswith("fleet: what ") and out.endswith("version 2 is live for all engines\n")
     return VersionStore(url, cache=tmp_path / "cache")
 
 
