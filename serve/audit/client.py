@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
-from draftsmith.client import COUNTER, base_of, bearer, message_of, parse, send
+from draftsmith.client import COUNTER, base_of, bearer, message_of, parse, remedy_of, send
 from draftsmith.errors import UserError
 from draftsmith.serve.audit.config import AuditConfig
 
@@ -135,7 +135,7 @@ class AuditClient:
             response = send(self.http.send, request)
         except httpx.HTTPError as error:
             raise UserError(
-                f"the server did not answer a completion ({error!r}); is it still running?"
+                f"the server did not answer a completion ({error!r}); {remedy_of(error)}"
             ) from error
         if response.status_code != 200:
             raise UserError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from draftsmith.client import Scrape, base_of, bearer, message_of, parse, send_async
+from draftsmith.client import Scrape, base_of, bearer, message_of, parse, remedy_of, send_async
 from draftsmith.errors import UserError, first_line
 from draftsmith.prompts.corpus import CORPORA, held_out
 from draftsmith.prompts.shapes import Row
@@ -218,9 +218,7 @@ class Client:
                     if line.startswith("data: ") and line != "data: [DONE]":
                         _take(_event(line[6:]), answer)
         except httpx.HTTPError as error:
-            raise UserError(
-                f"a request failed ({error!r}); is the server still running?"
-            ) from error
+            raise UserError(f"a request failed ({error!r}); {remedy_of(error)}") from error
 
 
 def _opened(

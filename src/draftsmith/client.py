@@ -100,6 +100,14 @@ def is_closed(error: Exception) -> bool:
     return isinstance(error, (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError))
 
 
+def remedy_of(error: Exception) -> str:
+    """Remedy of a failed request, where `timeout_s` is an option."""
+    import httpx  # late: it would delay --help
+
+    is_late = isinstance(error, httpx.ReadTimeout)
+    return "raise timeout_s" if is_late else "is the server still running?"
+
+
 def send(
     send_once: Callable[[httpx.Request], httpx.Response], request: httpx.Request
 ) -> httpx.Response:

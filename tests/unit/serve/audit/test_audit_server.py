@@ -449,19 +449,19 @@ def test_a_refusal_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [{"json": {"error": {"message": "engine is dead"}}}, {"text": "engine is dead"}]
+    "answer", [{"json": {"error": {"message": "engine is dead"}}}, {"text": "engine is dead"}, {}]
 )
 def test_an_answer_that_is_no_completion_is_told(answer: dict) -> None:
-    """As of a proxy that says 200 whatever happened behind it."""
+    """As of a proxy that says 200 whatever happened behind it; {}: one that comes too late."""
 
     def broken(request: httpx.Request) -> httpx.Response:
-        return (
-            ChainServer().handle(request)
-            if request.url.path == "/v1/models"
-            else httpx.Response(200, **answer)
-        )
+        if request.url.path == "/v1/models":
+            return ChainServer().handle(request)
+        if answer:
+            return httpx.Response(200, **answer)
+        raise httpx.ReadTimeout("timed out")
 
-    with pytest.raises(UserError, match=r"no completion \(engine is dead\)"):
+    with pytest.raises(UserError, match=r"no completion \(engine is dead\)|; raise timeout_s$"):
         audit_server(CONFIG, httpx.MockTransport(broken))
 
 
