@@ -48,13 +48,8 @@ class FewRows:
         room = -(-self.num_outputs // _NARROW) * _NARROW
         self._weight = empty_in_huge_pages(room * self.width, weight.dtype)
         self.pointers = (self._weight.data_ptr(), address_of(bias))
-        kernel.lay_out(
-            weight.data_ptr(),
-            self._weight.data_ptr(),
-            self.width,
-            self.num_outputs,
-            torch.get_num_threads(),
-        )
+        sizes = self.width, self.num_outputs, torch.get_num_threads()
+        kernel.lay_out(weight.data_ptr(), self._weight.data_ptr(), *sizes)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]. Raises `ValueError` for another width or another dtype than the
@@ -70,16 +65,9 @@ class FewRows:
         """[..., in] -> the first outputs [..., num_outputs], sums in float32, rounded once."""
         rows = rows.contiguous()
         out = rows.new_empty(*rows.shape[:-1], num_outputs)
-        self.function(
-            rows.data_ptr(),
-            *self.pointers,
-            out.data_ptr(),
-            rows.numel() // self.width,
-            self.width,
-            num_outputs,
-            self.readings,
-            torch.get_num_threads(),
-        )
+        sizes = rows.numel() // self.width, self.width, num_outputs
+        pointers = rows.data_ptr(), *self.pointers, out.data_ptr()
+        self.function(*pointers, *sizes, self.readings, torch.get_num_threads())
         return out
 
 

@@ -96,17 +96,9 @@ def draw_compiled(
     num_rows, num_tokens = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
     processed = torch.empty(logits.shape, dtype=torch.float32)
-    done = kernel(
-        *rows_of(logits, rows),
-        seeds.data_ptr(),
-        positions.data_ptr(),
-        int(purpose),
-        processed.data_ptr(),
-        tokens.data_ptr(),
-        num_rows,
-        num_tokens,
-        torch.get_num_threads(),
-    )
+    streams = seeds.data_ptr(), positions.data_ptr(), int(purpose)
+    found = processed.data_ptr(), tokens.data_ptr(), num_rows, num_tokens
+    done = kernel(*rows_of(logits, rows), *streams, *found, torch.get_num_threads())
     if not done:
         left = (tokens < 0).nonzero()[:, 0]
         if len(left) == num_rows:
