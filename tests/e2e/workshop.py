@@ -164,7 +164,7 @@ def brings_module(target: Path) -> bool:
 def exported(folder: Path, family: str, engine: str, *more: str) -> str:
     out = f"{family}-{engine}"
     draft = trained(folder, family)
-    flags = ("--to", engine, "--out", out, "--speculative-tokens", str(K))
+    flags = ("--to", engine, "--out", out, "--target", "target", "--speculative-tokens", str(K))
     draftsmith(folder, "export", draft.name, *flags, *more)
     return out
 
