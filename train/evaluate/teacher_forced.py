@@ -30,6 +30,7 @@ from draftsmith.train.objective.rounds_of_text import answers, deepen, stretches
 from draftsmith.train.objective.unrolled_loss import PredictedStep, scatter, select
 
 CHUNK_ELEMENTS = 1 << 24  # processed logits held at once, per distribution
+NEAR_TIE = 0.5  # of logits, whose order another rounding may turn round
 
 METHOD = (
     "teacher-forced on the target's own text, exact expectation over rounds, bootstrap over "
@@ -236,14 +237,16 @@ def _compare(
         p_rows, q_rows = (
             SamplingRows.of([one] * len(tokens), device=tokens.device) for one in temperatures
         )
-        p_logits = process(target.head(before[part]), p_rows)
+        logits = target.head(before[part])
+        p_logits = process(logits, p_rows)
         draft_logits = predicted.hidden[part] @ head.T.to(predicted.hidden.dtype)
         q_logits = process(
             scatter_to_target_vocab(draft_logits.float(), drafter.vocab_map, target.vocab_size),
             q_rows,
         )
         keeps.append(keep_probability(p_logits, q_logits, tokens))
-        impossible.append(p_logits.gather(1, tokens[:, None])[:, 0] == -torch.inf)
+        lost, behind = (one.gather(1, tokens[:, None])[:, 0] for one in (p_logits, logits))
+        impossible.append((lost == -torch.inf) & (logits.amax(dim=1) - behind > NEAR_TIE))
     return torch.cat(keeps), torch.cat(impossible)
 
 
