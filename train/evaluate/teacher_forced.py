@@ -30,7 +30,7 @@ from draftsmith.train.objective.rounds_of_text import answers, deepen, stretches
 from draftsmith.train.objective.unrolled_loss import PredictedStep, scatter, select
 
 CHUNK_ELEMENTS = 1 << 24  # processed logits held at once, per distribution
-NEAR_TIE = 0.5  # of logits, whose order another rounding may turn round
+NEAR_TIE = 64  # steps of rounding between two logits that another batch may turn round
 
 METHOD = (
     "teacher-forced on the target's own text, exact expectation over rounds, bootstrap over "
@@ -246,7 +246,8 @@ def _compare(
         )
         keeps.append(keep_probability(p_logits, q_logits, tokens))
         lost, behind = (one.gather(1, tokens[:, None])[:, 0] for one in (p_logits, logits))
-        impossible.append((lost == -torch.inf) & (logits.amax(dim=1) - behind > NEAR_TIE))
+        tied = logits.amax(dim=1) - behind <= NEAR_TIE * torch.finfo(before.dtype).eps
+        impossible.append((lost == -torch.inf) & ~tied)
     return torch.cat(keeps), torch.cat(impossible)
 
 
